@@ -1,0 +1,111 @@
+"""Pure. What one source file holds, as the unflatten task hands it on: small values, never tensor bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tasks.errors import Problem
+from tasks.storage import FileIdentity
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of the `model` dict, and where its bytes stand."""
+
+    name: str
+    "as in the file, without wrapper modules"
+    dtype: str
+    shape: tuple[int, ...]
+    offset_bytes: int
+    "of its first element in the file"
+    storage: str
+    "key of its storage in the file: tensors of one storage are views of it"
+    storage_offset: int
+    "in elements"
+    crc32: int | None = None
+    "as the file states it, where the tensor is the whole of its storage"
+
+
+@dataclass(frozen=True, slots=True)
+class FlatParameter:
+    """One flat parameter as `shard_metadata` describes it; shared by all files of a model-parallel part."""
+
+    path: str
+    "of the FSDP unit in the model; empty for the root"
+    key: str
+    "of the flat parameter in the `model` dict"
+    names: tuple[str, ...]
+    "of the parameters glued in it, in order, relative to the unit"
+    shapes: tuple[tuple[int, ...], ...]
+    no_broadcast: bool = False
+
+    def full_names(self) -> tuple[str, ...]:
+        return tuple(f"{self.path}.{name}" if self.path else name for name in self.names)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardMetadata:
+    """`shard_metadata` without the padding, which each file has of its own."""
+
+    flat_parameters: tuple[FlatParameter, ...]
+    shared: tuple[tuple[str, str], ...]
+    "(name, name of the parameter tied to it), in full"
+    buffers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """What `cfg` (or the older `args`) says of the model; None where it is silent."""
+
+    mp: int | None = None
+    world_size: int | None = None
+    layers: int | None = None
+    embed_dim: int | None = None
+    ffn_dim: int | None = None
+    heads: int | None = None
+    positions: int | None = None
+    vocabulary: int | None = None
+    "the dictionary's size, without the padding that the trainer adds"
+    arch: str = ""
+    activation: str = "relu"
+    ties_embeddings: bool | None = None
+    learned_positions: bool = True
+    no_bias: bool = False
+    no_affine_norms: bool = False
+    block_layers: int = 1
+    "layers in one FSDP unit (`fsdp_checkpoint_wrap_layer_frequency`)"
+    min_params_to_wrap: int | None = None
+    checkpoints_activations: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StatePart:
+    """A part of the file that is training state, or that is neither weights nor state but holds tensors."""
+
+    name: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardIndex:
+    """All that planning needs to know of one source file."""
+
+    identity: FileIdentity
+    mp: int
+    dp: int
+    tensors: tuple[StoredTensor, ...] = ()
+    metadata: ShardMetadata | None = None
+    paddings: tuple[int, ...] = ()
+    "for each of the metadata's flat parameters, the elements of filler at the end of this file's shard"
+    config: ModelConfig | None = None
+    keys: tuple[str, ...] = ()
+    "of the top level; empty for a bare state dict"
+    training_state: tuple[StatePart, ...] = ()
+    other_tensors: tuple[StatePart, ...] = ()
+    bytes_read: int = 0
+    num_requests: int = 0
+    problems: tuple[Problem, ...] = field(default=())
+
+    @property
+    def label(self) -> str:
+        return f"{self.identity.url} (mp={self.mp}, dp={self.dp})"

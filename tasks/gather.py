@@ -1,0 +1,196 @@
+"""Fills windows of a target storage from ranges of the source: the inner loop of all data movement.
+
+Contiguous segments are read straight into the window. Strided ones are read as spans into a scratch buffer, then copied row
+by row in one numpy call: one request per span, never one per row. A cast goes through torch, which is imported only then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from tasks.errors import ErrorKind, error
+from tasks.intersection import Int64
+from tasks.plan import DTYPES
+from tasks.reader_pool import ReaderPool
+from tasks.torchfile.dtypes import ITEM_SIZE_BYTES
+
+# Large enough that a span read costs little, small enough to stay in cache (measured flat from 1 to 4 MiB).
+SCRATCH_BYTES = 4 << 20
+
+_ITEM_SIZES = np.array([ITEM_SIZE_BYTES[dtype] for dtype in DTYPES], np.int64)
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """The segments of one storage, as columns in bytes. A run is `run` bytes in the target, `source_run` in the source."""
+
+    start: Int64
+    stride: Int64
+    run: Int64
+    num_runs: Int64
+    file: Int64
+    source_start: Int64
+    source_stride: Int64
+    source_run: Int64
+    source_dtype: str
+    target_dtype: str
+
+    @property
+    def end(self) -> Int64:
+        return self.start + (self.num_runs - 1) * self.stride + self.run
+
+    @property
+    def content_bytes(self) -> int:
+        """Where the last element ends: segments leave no gap before it, and padding stands behind it."""
+        return int((self.run * self.num_runs).sum())
+
+
+def rows_of_storages(table: pa.Table) -> dict[int, Rows]:
+    """Group the rows of one target file by storage, joining segments that follow each other on both sides."""
+    columns = {name: np.asarray(table.column(name)).astype(np.int64) for name in table.column_names}
+    storages = columns["storage"]
+    bounds = np.flatnonzero(np.diff(storages)) + 1
+    begins, ends = np.append(0, bounds), np.append(bounds, len(storages))
+    return {
+        int(storages[begin]): _rows({name: column[begin:end] for name, column in columns.items()})
+        for begin, end in zip(begins, ends, strict=True)
+        if begin < end
+    }
+
+
+def _rows(columns: dict[str, Int64]) -> Rows:
+    codes = {(int(a), int(b)) for a, b in zip(columns["source_dtype"], columns["target_dtype"], strict=True)}
+    if len(codes) != 1:
+        raise ValueError(f"one storage is planned from several dtypes: {sorted(codes)}")
+    source_code, target_code = codes.pop()
+    run, source_run = (columns["run_elements"] * _ITEM_SIZES[code] for code in (target_code, source_code))
+    start, source_start, file = columns["storage_offset_bytes"], columns["source_offset_bytes"], columns["source_file"]
+    single = columns["num_runs"] == 1
+    follows = (
+        single[1:]
+        & single[:-1]
+        & (file[1:] == file[:-1])
+        & (start[1:] == start[:-1] + run[:-1])
+        & (source_start[1:] == source_start[:-1] + source_run[:-1])
+    )
+    heads = np.flatnonzero(np.append(True, ~follows))
+    return Rows(
+        start=start[heads],
+        stride=columns["storage_stride_bytes"][heads],
+        run=np.add.reduceat(run, heads),
+        num_runs=columns["num_runs"][heads],
+        file=file[heads],
+        source_start=source_start[heads],
+        source_stride=columns["source_stride_bytes"][heads],
+        source_run=np.add.reduceat(source_run, heads),
+        source_dtype=DTYPES[source_code],
+        target_dtype=DTYPES[target_code],
+    )
+
+
+class Gatherer:
+    """Fills windows; owns the one scratch buffer of its worker."""
+
+    def __init__(self, readers: ReaderPool, scratch_bytes: int = SCRATCH_BYTES) -> None:
+        self._readers = readers
+        self._scratch_bytes = scratch_bytes
+        self._scratch = np.empty(0, np.uint8)
+
+    def read(self, file: int, offset_bytes: int, window: Bytes) -> None:
+        """Fill a window from one range of a source file."""
+        self._readers.read_into(file, offset_bytes, memoryview(window))
+
+    def fill(self, rows: Rows, begin: int, window: Bytes) -> int:
+        """Fill the bytes [begin, begin + len(window)) of a storage that the rows cover; return how many those are."""
+        end = begin + len(window)
+        filled = 0
+        for row in np.flatnonzero((rows.start < end) & (rows.end > begin)):
+            if rows.num_runs[row] == 1:
+                low, high = max(int(rows.start[row]), begin), min(int(rows.start[row] + rows.run[row]), end)
+                self._copy_runs(rows, row, 0, low - int(rows.start[row]), high - low, 1, low - begin, window)
+                filled += high - low
+            else:
+                filled += self._fill_strided(rows, row, begin, window)
+        return filled
+
+    def _fill_strided(self, rows: Rows, row: int, begin: int, window: Bytes) -> int:
+        """Split what a window holds of a strided segment into part of a run, whole runs, and part of a run."""
+        start, stride, run = int(rows.start[row]), int(rows.stride[row]), int(rows.run[row])
+        last_run, end = int(rows.num_runs[row]) - 1, begin + len(window)
+        first = min(max((begin - start - run) // stride + 1, 0), last_run)
+        final = min((end - 1 - start) // stride, last_run)
+        filled = 0
+        index = first
+        while index <= final:
+            low = max(start + index * stride, begin)
+            high = min(start + index * stride + run, end)
+            if high - low < run:
+                if high > low:
+                    skipped = low - start - index * stride
+                    self._copy_runs(rows, row, index, skipped, high - low, 1, low - begin, window)
+                    filled += high - low
+                index += 1
+                continue
+            whole_until = min(final, (end - run - start) // stride)
+            span_runs = max(1, (self._scratch_bytes - int(rows.source_run[row])) // int(rows.source_stride[row]) + 1)
+            count = min(whole_until - index + 1, span_runs)
+            self._copy_runs(rows, row, index, 0, run, count, low - begin, window)
+            filled += run * count
+            index += count
+        return filled
+
+    def _copy_runs(
+        self, rows: Rows, row: int, first: int, skipped: int, length: int, count: int, at: int, window: Bytes
+    ) -> None:
+        """Copy `count` runs from the `first` on; of each, `length` bytes behind the `skipped` first ones."""
+        source_size, target_size = ITEM_SIZE_BYTES[rows.source_dtype], ITEM_SIZE_BYTES[rows.target_dtype]
+        source_at = int(rows.source_start[row] + first * rows.source_stride[row]) + skipped // target_size * source_size
+        source_length = length // target_size * source_size
+        source_stride = int(rows.source_stride[row])
+        file, stride = int(rows.file[row]), int(rows.stride[row])
+        casts = rows.source_dtype != rows.target_dtype
+        if count == 1 and not casts:
+            self._readers.read_into(file, source_at, memoryview(window[at : at + length]))
+            return
+        if count == 1 and source_length > self._scratch_bytes:
+            half = length // target_size // 2 * target_size
+            self._copy_runs(rows, row, first, skipped, half, 1, at, window)
+            self._copy_runs(rows, row, first, skipped + half, length - half, 1, at + half, window)
+            return
+        span = self._room((count - 1) * source_stride + source_length)
+        self._readers.read_into(file, source_at, memoryview(span))
+        here = np.lib.stride_tricks.as_strided(span, (count, source_length), (source_stride, 1))
+        there = np.lib.stride_tricks.as_strided(window[at:], (count, length), (stride, 1))
+        if casts:
+            _cast(here, rows.source_dtype, there, rows.target_dtype)
+        else:
+            np.copyto(there, here)
+
+    def _room(self, num_bytes: int) -> Bytes:
+        if len(self._scratch) < num_bytes:
+            self._scratch = np.empty(max(num_bytes, min(self._scratch_bytes, 1 << 16)), np.uint8)
+        return self._scratch[:num_bytes]
+
+
+def _cast(source: Bytes, source_dtype: str, target: Bytes, target_dtype: str) -> None:
+    """Cast as torch does; a finite number that becomes infinite is an error."""
+    import torch
+
+    numbers = torch.from_numpy(np.ascontiguousarray(source)).view(getattr(torch, source_dtype))
+    cast = numbers.to(getattr(torch, target_dtype))
+    overflown = torch.isinf(cast) & torch.isfinite(numbers)
+    if bool(overflown.any()):
+        worst = float(numbers[overflown].abs().max())
+        raise error(
+            ErrorKind.PLAN,
+            "cast-overflow",
+            f"{int(overflown.sum())} weights are too large for {target_dtype}",
+            context=(f"the largest of them is {worst:g} in {source_dtype}",),
+            hint="use --dtype bf16, fp32 or keep",
+        )
+    np.copyto(target, cast.view(torch.uint8).numpy())

@@ -1,0 +1,182 @@
+"""Task: write target shard. Streams one target file, window by window, from ranges of the source.
+
+The file's layout is known before its first byte (tasks/torchfile/archive_writer.py), so each byte goes from storage through
+one window to storage, once, and memory does not depend on the model. The file appears under its name whole or not at all.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+from isal import isal_zlib
+
+from tasks.errors import ErrorKind, ReshardError, error
+from tasks.formats.metaseq_target import make_objects, provider_rank
+from tasks.gather import SCRATCH_BYTES, Gatherer, Rows, rows_of_storages
+from tasks.plan import rows_of_file
+from tasks.reader_pool import ReaderPool
+from tasks.source import Source
+from tasks.storage import TargetWriter, basename, open_writer
+from tasks.target import Target
+from tasks.torchfile.archive_writer import ArchiveLayout, plan_archive
+from tasks.torchfile.file_index import open_torch_file
+from tasks.torchfile.objects import StorageRef
+from tasks.torchfile.pickler import dump_pickle
+
+# Objects of a file (its pickle, configuration and index) beside the buffers; measured 3-9 MiB for 1,200 tensors.
+OBJECTS_BYTES = 12 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ShardResult:
+    """What the driver is told of one written file."""
+
+    url: str
+    mp: int
+    dp: int
+    size_bytes: int
+    crc32: int
+    "of the whole file"
+    version: str
+    bytes_read: int
+    num_requests: int
+    seconds: float
+    peak_memory_bytes: int
+    "of the worker process since its start"
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """Where the bytes of one storage of the target come from."""
+
+    size_bytes: int
+    rows: Rows | None = None
+    "segments of the plan"
+    file: int | None = None
+    "or one range of this source file; without either the storage is padding or empty"
+    offset_bytes: int = 0
+
+
+def write_target_shard(
+    source: Source, target: Target, mp: int, dp: int, url: str, temporary_directory: str, memory_bytes: int, table: pa.Table
+) -> ShardResult:
+    """Write the target file (mp, dp) to `url`. `table` is its part's plan, as `regroup_mp_slice` hands it on."""
+    began = time.monotonic()
+    try:
+        with ReaderPool(source.files) as readers:
+            layout, bodies = plan_file(source, target, mp, dp, url, rows_of_file(table, dp), readers)
+            with open_writer(url, layout.size_bytes, temporary_directory=temporary_directory) as writer:
+                crc32 = _stream(layout, bodies, writer, Gatherer(readers), window_bytes(writer.window_bytes, memory_bytes))
+                identity = writer.commit()
+    except ReshardError as fault:
+        raise _in_file(fault, url) from fault
+    return ShardResult(
+        url=url,
+        mp=mp,
+        dp=dp,
+        size_bytes=identity.size_bytes,
+        crc32=crc32,
+        version=identity.version,
+        bytes_read=readers.bytes_read,
+        num_requests=readers.num_requests,
+        seconds=time.monotonic() - began,
+        peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    )
+
+
+def projected_memory_bytes(window: int, parts_in_flight: int) -> int:
+    """Return the most memory that writing a file takes beyond an idle worker."""
+    return window * (1 + parts_in_flight) + SCRATCH_BYTES + OBJECTS_BYTES
+
+
+def window_bytes(preferred: int, memory_bytes: int) -> int:
+    """Return the window for a budget: the writer's own, or the largest multiple of 64 KiB that the budget allows."""
+    room = (memory_bytes - SCRATCH_BYTES - OBJECTS_BYTES) // 2
+    return max(min(preferred, room) >> 16 << 16, 1 << 16)
+
+
+def plan_file(
+    source: Source, target: Target, mp: int, dp: int, url: str, table: pa.Table, readers: ReaderPool
+) -> tuple[ArchiveLayout, list[Body]]:
+    """Lay out one target file: its bytes around the storages, and where each storage comes from."""
+    provider = source.file_number(*provider_rank(source.mesh, target.options.mesh, mp, dp))
+    identity = source.files[provider]
+    file = open_torch_file(lambda at, size: readers.read(provider, at, size), identity.size_bytes, identity.url)
+    made = make_objects(file.root, source, target, mp=mp, dp=dp)
+    pickle_data, storages = dump_pickle(made.root)
+    rows = rows_of_storages(table)
+    bodies = []
+    for storage in storages:
+        number = made.storage_numbers.get(id(storage))
+        if number is None:
+            location = file.locations[storage]
+            bodies.append(Body(storage.size_bytes, None, provider, location[0]))
+        else:
+            bodies.append(_planned_body(storage, rows.get(number)))
+    name = basename(url).rpartition(".")[0]
+    return plan_archive(name, pickle_data, [body.size_bytes for body in bodies]), bodies
+
+
+def _planned_body(storage: StorageRef, rows: Rows | None) -> Body:
+    if rows is not None and int(rows.end.max()) > storage.size_bytes:
+        raise ValueError(f"the plan writes past the end of a storage of {storage.size_bytes} bytes")
+    return Body(storage.size_bytes, rows)
+
+
+def _stream(layout: ArchiveLayout, bodies: list[Body], writer: TargetWriter, gatherer: Gatherer, window: int) -> int:
+    """Write the file in order; return the CRC32 of all of it."""
+    buffer = np.empty(min(window, max((body.size_bytes for body in bodies), default=0)), np.uint8)
+    crcs: list[int] = []
+    total = 0
+
+    def put(data: bytes) -> None:
+        nonlocal total
+        writer.write(data)
+        total = isal_zlib.crc32(data, total)
+
+    put(layout.head)
+    for number, body in enumerate(bodies):
+        crc = 0
+        for begin in range(0, body.size_bytes, window):
+            view = buffer[: min(window, body.size_bytes - begin)]
+            _fill(body, begin, view, gatherer)
+            crc = isal_zlib.crc32(view, crc)
+            writer.write(memoryview(view))
+        total = isal_zlib.crc32_combine(total, crc, body.size_bytes)
+        crcs.append(crc)
+        if number + 1 < len(bodies):
+            put(layout.between(number, crc))
+    put(layout.tail(crcs))
+    return total
+
+
+def _fill(body: Body, begin: int, view: np.ndarray, gatherer: Gatherer) -> None:  # type: ignore[type-arg]
+    if body.file is not None:
+        gatherer.read(body.file, body.offset_bytes + begin, view)
+        return
+    if body.rows is None:
+        view[:] = 0
+        return
+    # Behind the last element is padding: the buffer is used again and again, so it is cleared.
+    content = min(max(body.rows.content_bytes - begin, 0), len(view))
+    view[content:] = 0
+    filled = gatherer.fill(body.rows, begin, view)
+    if filled != content:
+        raise error(
+            ErrorKind.TASK,
+            "window-not-covered",
+            f"{filled} of {content} bytes of a window were planned",
+            hint="please report this: it is a fault here, and nothing was published",
+        )
+
+
+def _in_file(fault: ReshardError, url: str) -> ReshardError:
+    """Say which target file was being written."""
+    return ReshardError(
+        type(problem)(problem.kind, problem.reference, problem.message, (*problem.context, f"while writing {url}"), problem.hint)
+        for problem in fault.problems
+    )
