@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from tasks.errors import ErrorKind, Problem
 from tasks.geometry import Box
-from tasks.intersection import Segments, intersect
+from tasks.intersection import Int64, Segments, intersect
 from tasks.layout import Piece, Stream, Stretches, stretches
 from tasks.source import Source
 from tasks.target import Target, storage_of_stream, target_slice
@@ -151,3 +151,12 @@ def bytes_needed(table: pa.Table) -> int:
     sizes = np.array([ITEM_SIZE_BYTES[dtype] for dtype in DTYPES], np.int64)
     elements = table.column("run_elements").to_numpy() * table.column("num_runs").to_numpy()
     return int((elements * sizes[table.column("source_dtype").to_numpy()]).sum())
+
+
+def span_bytes(table: pa.Table) -> Int64:
+    """Return, for each segment, the bytes of the source from its first run's start to its last run's end."""
+    sizes = np.array([ITEM_SIZE_BYTES[dtype] for dtype in DTYPES], np.int64)
+    run = table.column("run_elements").to_numpy() * sizes[table.column("source_dtype").to_numpy()]
+    between = (table.column("num_runs").to_numpy() - 1) * table.column("source_stride_bytes").to_numpy()
+    spans: Int64 = run + between
+    return spans

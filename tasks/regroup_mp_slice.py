@@ -6,18 +6,23 @@ for bit; filler whose place was inferred is zero. Copies are compared by the nod
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
 
 from tasks.compare import check_padding, compare_copies
 from tasks.errors import Problem, ReshardError
-from tasks.plan import Copy, bytes_needed, plan_slice, source_copies
+from tasks.gather import SCRATCH_BYTES
+from tasks.plan import Copies, Copy, bytes_needed, plan_slice, source_copies, span_bytes
 from tasks.reader_pool import ReaderPool
 from tasks.source import Source
 from tasks.target import Target
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +34,10 @@ class SliceSummary:
     num_source_files: int
     bytes_needed: int
     "of the source's tensors, by the segments"
-    strided_bytes: int
-    "of those, in runs that are not contiguous"
+    span_bytes: int
+    "that are read to get them: strided runs are read with what stands between them"
+    num_requests: int
+    "by which they are read, at least"
     compared_bytes: int
     "read to compare copies"
     problems: tuple[Problem, ...]
@@ -50,35 +57,45 @@ def regroup_mp_slice(
                 compared = readers.bytes_read
         except ReshardError as fault:
             problems += fault.problems
-    needed = bytes_needed(table)
-    strided = bytes_needed(table.filter(np.asarray(table.column("num_runs")) > 1))
-    files = len(np.unique(np.asarray(table.column("source_file"))))
-    return SliceSummary(mp, len(table), files, needed, strided, compared, tuple(problems)), table
+    spans = span_bytes(table)
+    return (
+        SliceSummary(
+            mp=mp,
+            num_segments=len(table),
+            num_source_files=len(np.unique(np.asarray(table.column("source_file")))),
+            bytes_needed=bytes_needed(table),
+            span_bytes=int(spans.sum()),
+            num_requests=int((-(-spans // SCRATCH_BYTES)).sum()),
+            compared_bytes=compared,
+            problems=tuple(problems),
+        ),
+        table,
+    )
 
 
-def _compare(source, target, mp, replica_part, copies, readers) -> list[Problem]:  # type: ignore[no-untyped-def]
+def _compare(
+    source: Source, target: Target, mp: int, replica_part: int | None, copies: Copies, readers: ReaderPool
+) -> list[Problem]:
     num_parts = target.options.mesh.mp
     problems: list[Problem] = []
     if replica_part is None:
         for name, group in _share(_replicated(source, copies), mp, num_parts):
             problems += compare_copies(name, group, source, readers, what="replica")
-    ties = [(name, repeated) for name, repeated in source.untested_ties]
-    for name, repeated in _share(iter(ties), mp, num_parts):
+    for name, repeated in _share(source.untested_ties, mp, num_parts):
         for box, first in copies[name].items():
             group = [first[0], copies[repeated][box][0]]
             problems += compare_copies(repeated, group, source, readers, what="tie")
-    problems += check_padding(list(_share(iter(source.paddings), mp, num_parts)), source, readers)
+    problems += check_padding(list(_share(source.paddings, mp, num_parts)), source, readers)
     return problems
 
 
-def _replicated(source: Source, copies) -> Iterator[tuple[str, tuple[Copy, ...]]]:  # type: ignore[no-untyped-def]
+def _replicated(source: Source, copies: Copies) -> Iterator[tuple[str, tuple[Copy, ...]]]:
     for name, boxes in copies.items():
         for group in boxes.values():
             if len(group) > 1 and name not in source.proven_equal:
                 yield name, group
 
 
-def _share(items, mp, num_parts):  # type: ignore[no-untyped-def]
-    for number, item in enumerate(items):
-        if number % num_parts == mp:
-            yield item
+def _share(items: Iterable[T], mp: int, num_parts: int) -> Iterator[T]:
+    """Yield this part's share of what is checked once for the whole checkpoint."""
+    return itertools.islice(items, mp, None, num_parts)

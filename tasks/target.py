@@ -229,13 +229,15 @@ def _divisibility(source: Source, options: TargetOptions) -> list[Problem]:
                 ErrorKind.PLAN,
                 "not-divisible",
                 f"{size} {plural} cannot be divided over {num_mp} model-parallel parts: {some(names, 3)}",
-                hint=f"--mp may be one of {', '.join(map(str, _possible_parts(source, heads)))}",
+                hint=f"--mp may be one of {', '.join(map(str, possible_parts(source, heads)))}",
             )
         )
     return problems
 
 
-def _possible_parts(source: Source, heads: int | None) -> list[int]:
+def possible_parts(source: Source, heads: int | None = None) -> list[int]:
+    """List the numbers of model-parallel parts that divide every tensor, and keep attention heads whole."""
+    heads = heads or (source.config.heads if source.config else None)
     sizes = set()
     for name, tensor in source.tensors.items():
         rule = source.family.rule(name)

@@ -22,7 +22,7 @@ from tasks.reader_pool import ReaderPool
 from tasks.source import Source
 from tasks.storage import TargetWriter, basename, open_writer
 from tasks.target import Target
-from tasks.torchfile.archive_writer import ArchiveLayout, plan_archive
+from tasks.torchfile.archive_writer import ArchiveLayout, archive_name_of, plan_archive
 from tasks.torchfile.file_index import open_torch_file
 from tasks.torchfile.objects import StorageRef
 from tasks.torchfile.pickler import dump_pickle
@@ -117,8 +117,7 @@ def plan_file(
             bodies.append(Body(storage.size_bytes, None, provider, location[0]))
         else:
             bodies.append(_planned_body(storage, rows.get(number)))
-    name = basename(url).rpartition(".")[0]
-    return plan_archive(name, pickle_data, [body.size_bytes for body in bodies]), bodies
+    return plan_archive(archive_name_of(basename(url)), pickle_data, [body.size_bytes for body in bodies]), bodies
 
 
 def _planned_body(storage: StorageRef, rows: Rows | None) -> Body:

@@ -1,0 +1,354 @@
+"""Runs a DAG on Ray: submits plain tasks, bounds what is in flight, owns the retries.
+
+A node's function is called on a worker as `function(*arguments, *payloads_of_needs)` and returns
+`(summary, payload)`. The summary is fetched by the driver, so it is small; the payload stays in the object store and
+goes from worker to worker, never through the driver. What `dag.py` says about Ray's own DAG is why there is none here.
+
+    with ray_session(None) as session, Execution({"copy": copy}, {"copy": TaskResources()}) as execution:
+        summaries = execution.run([Node("a", "copy", ("in", "out"))])
+
+Ray itself retries nothing (`max_retries=0`): its retries are invisible to the driver, know no pause and no limit per
+cause. Attempts of one node may overlap, because a worker that Ray believes dead can live on for a while: functions
+must tolerate that (write to a name of their own, then rename; or write the same bytes).
+
+`run` to `_settle` is the loop when all goes well; from `_fail` on is what happens when it does not.
+"""
+
+from __future__ import annotations
+
+import heapq
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from cluster.dag import Frontier, Node, check_dag
+from cluster.events import Event, EventKind, ignore
+from cluster.failures import Interrupted, NodeFailed, RetryPolicy
+from cluster.resources import TaskResources, check_capacity
+from cluster.worker import Report, remote_function
+
+# Ray returns from a wait as soon as this many are ready. Asking for more makes each wait longer, fewer costs calls.
+_MAX_SETTLED_AT_ONCE = 64
+
+# A first, short wait gathers a batch; only if it finds nothing do we wait for a single one. Waiting for a batch alone
+# would leave cores idle until the slowest of the batch or the timeout; it is also how soon a stop is noticed.
+_GATHER_SECONDS = 0.01
+_WAIT_SECONDS = 0.25
+
+# A cancelled task sees KeyboardInterrupt between two Python instructions, so one that is copying a large buffer needs
+# a moment. After this its worker is killed.
+_CANCEL_SECONDS = 5.0
+
+# Long enough that a normal pause between nodes does not ask Ray for its list of machines over and over.
+_SILENCE_SECONDS = 10.0
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """A node that is in flight."""
+
+    node: Node
+    payload: Any
+    submitted: float
+
+
+class Execution:
+    """Runs nodes on Ray, over one or several `run`s. Needs an initialised Ray; used from one thread.
+
+    Args:
+        functions: by kind. They must be importable on the workers.
+        resources: by kind, for every kind in `functions`. Few distinct ones: each costs Ray scheduling time.
+        max_in_flight: nodes submitted and not finished; a little more than the cluster runs at once keeps it busy.
+            None: no bound.
+        max_in_flight_bytes: sum of their `cost_bytes`. A node above the bound runs when nothing else does.
+        retry: which failures are tried again.
+        observe: called in the driver for every event, so it should be quick; what it raises ends the run.
+        stop: once set, the run is cancelled and `Interrupted` raised: noticed within half a second, after which
+            cancelling takes as long as tasks need to let go, at most ten seconds.
+        silence_seconds: without a finished node for this long, the machines are looked at, and WAITING is told if
+            none can run what is in flight.
+    """
+
+    def __init__(
+        self,
+        functions: Mapping[str, Callable[..., tuple[object, object]]],
+        resources: Mapping[str, TaskResources],
+        *,
+        max_in_flight: int | None = None,
+        max_in_flight_bytes: int | None = None,
+        retry: RetryPolicy | None = None,
+        observe: Callable[[Event], None] = ignore,
+        stop: threading.Event | None = None,
+        silence_seconds: float = _SILENCE_SECONDS,
+    ) -> None:
+        missing = sorted(functions.keys() - resources.keys())
+        if missing:
+            raise ValueError(f"no resources given for: {', '.join(missing)}")
+        if max_in_flight is not None and max_in_flight < 1:
+            raise ValueError(f"max_in_flight={max_in_flight} would start nothing")
+        self._resources = {kind: resources[kind] for kind in functions}
+        self._remotes = {kind: remote_function(kind, function, resources[kind]) for kind, function in functions.items()}
+        self._max_in_flight = max_in_flight
+        self._max_in_flight_bytes = max_in_flight_bytes
+        self._retry = retry or RetryPolicy()
+        self._observe = observe
+        self._stop = stop or threading.Event()
+        self._silence_seconds = silence_seconds
+        self._frontier = Frontier()
+        self._payloads: dict[str, Any] = {}
+        self._workers: dict[str, str] = {}
+        self._attempts: Counter[str] = Counter()
+        self._failures: Counter[str] = Counter()
+        self._in_flight: dict[Any, _Attempt] = {}
+        self._in_flight_bytes = 0
+        self._delayed: list[tuple[float, str]] = []
+        self._summaries: dict[str, object] = {}
+        self._last_sign = 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def run(self, nodes: Sequence[Node]) -> dict[str, object]:
+        """Run the nodes and return their summaries by id, in the order given.
+
+        Nodes may need nodes of earlier runs. Raises ValueError before anything starts if the DAG makes no sense,
+        NodeFailed when a node failed for good, Interrupted when stopped; by then nothing is in flight any more.
+        """
+        check_dag(nodes, kinds=self._remotes, known=self._frontier.known)
+        self._frontier.add(nodes)
+        self._summaries = {}
+        self._last_sign = time.monotonic()
+        try:
+            while self._frontier.num_pending:
+                if self._stop.is_set():
+                    raise self._interrupted(nodes)
+                self._wake()
+                self._submit_ready()
+                for summary_ref in self._wait():
+                    self._settle(summary_ref)
+                self._tell_if_silent()
+        except KeyboardInterrupt as error:
+            raise self._interrupted(nodes) from error
+        finally:
+            self._cancel_in_flight()
+            self._delayed.clear()
+            self._frontier.forget_pending()
+        return {node.id: self._summaries[node.id] for node in nodes}
+
+    def share(self, value: object) -> Any:
+        """Put a value into the object store once; the handle, as an argument of many nodes, arrives as the value."""
+        import ray
+
+        return ray.put(value)
+
+    def release(self, node_ids: Iterable[str]) -> None:
+        """Let go of the payloads of nodes. Always safe: a node that is needed again runs again."""
+        for node_id in node_ids:
+            self._payloads.pop(node_id, None)
+            self._frontier.lose([node_id])
+
+    def close(self) -> None:
+        """Let go of all payloads and forget all nodes."""
+        self._payloads.clear()
+        self._frontier = Frontier()
+
+    def _wake(self) -> None:
+        """Put nodes whose pause is over back among the ready ones."""
+        now = time.monotonic()
+        while self._delayed and self._delayed[0][0] <= now:
+            self._frontier.again(heapq.heappop(self._delayed)[1])
+
+    def _submit_ready(self) -> None:
+        while (node := self._frontier.peek()) is not None and self._has_room(node):
+            self._frontier.pop()
+            self._submit(node)
+
+    def _has_room(self, node: Node) -> bool:
+        if not self._in_flight:
+            return True
+        if self._max_in_flight is not None and len(self._in_flight) >= self._max_in_flight:
+            return False
+        bound = self._max_in_flight_bytes
+        return bound is None or self._in_flight_bytes + node.cost_bytes <= bound
+
+    def _submit(self, node: Node) -> None:
+        self._attempts[node.id] += 1
+        payloads = [self._payloads[need] for need in node.needs]
+        summary_ref, payload_ref = self._remotes[node.kind].remote(*node.arguments, *payloads)
+        self._in_flight[summary_ref] = _Attempt(node, payload_ref, time.monotonic())
+        self._in_flight_bytes += node.cost_bytes
+        self._observe(Event(EventKind.SUBMITTED, node.id, node.kind, self._attempts[node.id]))
+
+    def _wait(self) -> list[Any]:
+        """Return some references that have settled; after a short while, none.
+
+        `fetch_local=False`, or Ray would pull results to the driver's machine just to say that they exist.
+        """
+        import ray
+
+        if not self._in_flight:
+            due = self._delayed[0][0] - time.monotonic() if self._delayed else 0.0
+            self._stop.wait(min(max(due, 0.0), _WAIT_SECONDS))
+            return []
+        refs = list(self._in_flight)
+        batch = min(len(refs), _MAX_SETTLED_AT_ONCE)
+        settled, _ = ray.wait(refs, num_returns=batch, timeout=_GATHER_SECONDS, fetch_local=False)
+        if not settled:
+            settled, _ = ray.wait(refs, num_returns=1, timeout=_WAIT_SECONDS, fetch_local=False)
+        return list(settled)
+
+    def _settle(self, summary_ref: Any) -> None:
+        """Take a finished attempt out of flight: keep what it returned, or decide what its failure means."""
+        import ray
+
+        attempt = self._in_flight.pop(summary_ref)
+        node = attempt.node
+        self._in_flight_bytes -= node.cost_bytes
+        self._last_sign = time.monotonic()
+        try:
+            report: Report = ray.get(summary_ref)
+        except ray.exceptions.RayError as error:
+            self._fail(attempt, error)
+            return
+        self._payloads[node.id] = attempt.payload
+        self._workers[node.id] = report.worker
+        self._summaries[node.id] = report.summary
+        self._frontier.complete(node.id)
+        self._observe(
+            Event(
+                EventKind.FINISHED,
+                node.id,
+                node.kind,
+                self._attempts[node.id],
+                report.seconds,
+                worker=report.worker,
+                summary=report.summary,
+            )
+        )
+
+    def _fail(self, attempt: _Attempt, error: Any) -> None:
+        """Plan another attempt after a pause, or end the run by raising NodeFailed."""
+        import ray
+
+        node, num_attempts = attempt.node, self._attempts[attempt.node.id]
+        _note_error(attempt.payload)
+        is_from_task = isinstance(error, ray.exceptions.RayTaskError)
+        cause = error.cause if is_from_task else error
+        self._failures[node.id] += 1
+        num_failures = self._failures[node.id]
+        seconds = time.monotonic() - attempt.submitted
+        message = f"{type(cause).__name__}: {cause}"
+        if num_failures > self._retry.max_retries or not self._is_retryable(cause):
+            self._observe(Event(EventKind.FAILED, node.id, node.kind, num_attempts, seconds, message=message))
+            trace = _COLOURS.sub("", str(error)) if is_from_task else ""
+            raise NodeFailed(node.id, node.kind, num_attempts, cause, trace) from cause
+        if isinstance(cause, ray.exceptions.ObjectLostError):
+            lost = self._lost_needs(node, cause)
+            self._frontier.lose(lost)
+            for need in lost:
+                self._payloads.pop(need, None)
+        self._observe(Event(EventKind.RETRIED, node.id, node.kind, num_attempts, seconds, message=message))
+        due = time.monotonic() + self._retry.delay_seconds(num_failures)
+        heapq.heappush(self._delayed, (due, node.id))
+
+    def _is_retryable(self, cause: BaseException) -> bool:
+        from ray import exceptions
+
+        lost_by_ray = (
+            exceptions.WorkerCrashedError,
+            exceptions.NodeDiedError,
+            exceptions.LocalRayletDiedError,
+            exceptions.OutOfMemoryError,
+            exceptions.ObjectLostError,
+        )
+        return isinstance(cause, lost_by_ray) or self._retry.is_retryable(cause)
+
+    def _lost_needs(self, node: Node, error: Any) -> list[str]:
+        """Return the needs of a node whose payloads are gone: the one that Ray names and all that died with it.
+
+        Ray names one at a time; finding them singly would use up the node's attempts. If Ray names none of the needs,
+        it was the node's own summary that was lost, and nothing but the node has to run again.
+        """
+        from ray.experimental import get_local_object_locations
+
+        by_hex = {self._payloads[need].hex(): need for need in node.needs if need in self._payloads}
+        named = by_hex.get(error.object_ref_hex)
+        if named is None:
+            return []
+        alive = _alive_machines()
+        suspects = [need for need in by_hex.values() if need != named and self._workers[need] not in alive]
+        # The places that Ray knows do not help: for a lost object it names the one where it put the error. A copy on a
+        # live machine is therefore not looked for; at worst a payload is made once more than necessary.
+        known = get_local_object_locations([self._payloads[need] for need in suspects]) if suspects else {}
+        sizes = {need: known.get(self._payloads[need], {}).get("object_size") or 0 for need in suspects}
+        return [named, *(need for need in suspects if sizes[need] > _INLINE_BYTES)]
+
+    def _tell_if_silent(self) -> None:
+        """Say so when nothing finishes because no live machine could run what is in flight: Ray keeps silent."""
+        import ray
+
+        seconds = time.monotonic() - self._last_sign
+        if seconds < self._silence_seconds or not self._in_flight:
+            return
+        self._last_sign = time.monotonic()
+        kinds = {attempt.node.kind for attempt in self._in_flight.values()}
+        nodes = [machine["Resources"] for machine in ray.nodes() if machine["Alive"]]
+        messages = check_capacity({kind: self._resources[kind] for kind in sorted(kinds)}, nodes)
+        if messages:
+            self._observe(Event(EventKind.WAITING, seconds=seconds, message="\n".join(messages)))
+
+    def _interrupted(self, nodes: Sequence[Node]) -> Interrupted:
+        num_finished = sum(node.id in self._summaries for node in nodes)
+        return Interrupted(num_finished, len(nodes) - num_finished)
+
+    def _cancel_in_flight(self) -> None:
+        """Cancel and wait briefly, so that no task of ours still writes when the caller goes on; then use force."""
+        import ray
+
+        refs = list(self._in_flight)  # by submission, so those that run come first
+        for force in (False, True):
+            for ref in refs:
+                ray.cancel(ref, force=force)
+            if refs:
+                _, refs = ray.wait(refs, num_returns=len(refs), timeout=_CANCEL_SECONDS, fetch_local=False)
+        for summary_ref, attempt in self._in_flight.items():
+            if _note_error(summary_ref):
+                _note_error(attempt.payload)
+        self._in_flight.clear()
+        self._in_flight_bytes = 0
+
+
+# Ray colours the name of the task in the text of an error.
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+# Ray's `max_direct_call_object_size`: results up to this size travel with the reply and are kept by the driver.
+_INLINE_BYTES = 100 << 10
+
+
+def _note_error(ref: Any) -> bool:
+    """Tell whether a reference holds an error; Ray logs those that nobody ever looked at."""
+    import ray
+
+    try:
+        ray.get(ref, timeout=0)
+    except ray.exceptions.GetTimeoutError:
+        return False
+    except ray.exceptions.RayError:
+        return True
+    return False
+
+
+def _alive_machines() -> set[str]:
+    import ray
+
+    return {machine["NodeID"] for machine in ray.nodes() if machine["Alive"]}

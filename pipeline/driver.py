@@ -1,0 +1,185 @@
+"""Runs a request: finds the source, plans, lets the cluster do the work, and commits."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from cluster.dag import Node
+from cluster.failures import RetryPolicy
+from cluster.loop import Execution
+from cluster.resources import TaskResources, check_capacity, default_resources, parse_resource_options
+from cluster.session import ray_session
+from pipeline import nodes
+from pipeline.discovery import discover
+from pipeline.messages import Progress, say
+from pipeline.options import Request, check_request
+from pipeline.planning import Plan, index_here, make_plan
+from pipeline.target_folder import TargetFolder
+from tasks.checkpoint import ShardIndex
+from tasks.errors import ErrorKind, error, raise_if
+from tasks.formats.metaseq_files import Found
+from tasks.regroup_mp_slice import SliceSummary, regroup_mp_slice
+from tasks.storage import TransientStorageError
+from tasks.write_target_shard import ShardResult
+
+# A worker leased for one task takes the next at once only if it is submitted already.
+_IN_FLIGHT_PER_WORKER = 3
+
+
+class Executor(Protocol):
+    """What the driver needs of an execution: Ray's, or the one in this process."""
+
+    def run(self, nodes: Sequence[Node]) -> dict[str, object]: ...
+
+    def share(self, value: object) -> Any: ...
+
+    def release(self, node_ids: Sequence[str]) -> None: ...
+
+
+def run(request: Request) -> Mapping[str, Any]:
+    """Carry out a request; return the result for people's and machines' eyes."""
+    check_request(request)
+    began = time.monotonic()
+    found = discover(request.source, request.checkpoint)
+    if request.dry_run:
+        return _dry_run(request, found, began)
+    resources = _resources(request)
+    progress = Progress()
+    stop = threading.Event()
+    with ray_session(request.address) as session, _stopping(stop):
+        raise_if(nodes.capacity_problems(check_capacity(resources, session.nodes())))
+        workers = sum(session.num_workers(each) for each in set(resources.values()))
+        with Execution(
+            nodes.FUNCTIONS,
+            resources,
+            max_in_flight=max(workers, 1) * _IN_FLIGHT_PER_WORKER,
+            retry=RetryPolicy((TransientStorageError,)),
+            observe=progress.observe,
+            stop=stop,
+        ) as execution:
+            started = time.monotonic()
+            result = execute(request, found, execution, progress)
+            return {**result, "workers": workers, "retries": progress.retries, "start_seconds": started - began}
+
+
+def _resources(request: Request) -> dict[str, TaskResources]:
+    try:
+        asked = parse_resource_options(request.resources)
+    except ValueError as fault:
+        raise error(ErrorKind.USAGE, "bad-resources", f"--resources: {fault}") from fault
+    return default_resources(
+        request.memory_bytes, num_cpus=asked.num_cpus, num_gpus=asked.num_gpus, custom=asked.custom
+    )
+
+
+@contextmanager
+def _stopping(stop: threading.Event) -> Iterator[None]:
+    """Let SIGTERM (as `ray job stop` sends) end the run in order. Ray sets its own handler, so this comes after it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def execute(request: Request, found: Found, execution: Executor, progress: Progress) -> dict[str, Any]:
+    """Run the three kinds of nodes in turn; between them, everything found wrong is raised at once."""
+    times: dict[str, float] = {}
+    with _timed(times, "unflatten_seconds"):
+        first = nodes.unflatten_nodes(found.files)
+        progress.begin("indexing source files", len(first))
+        indexes = [index for index in execution.run(first).values() if isinstance(index, ShardIndex)]
+        plan = make_plan(request, found, indexes)
+    folder = TargetFolder(request.target, plan)
+    if folder.committed(overwrite=request.overwrite) is not None:
+        say(f"{folder.url} holds the result of this very plan already: nothing to do")
+        return _result(plan, folder.url, [], [], times, already_done=True)
+    with _timed(times, "regroup_seconds"):
+        source, target = execution.share(plan.source), execution.share(plan.target)
+        second = nodes.regroup_nodes(plan, source, target, request.replica_part)
+        progress.begin("planning model-parallel parts", len(second))
+        summaries = [item for item in execution.run(second).values() if isinstance(item, SliceSummary)]
+        raise_if(problem for summary in summaries for problem in summary.problems)
+    folder.open(overwrite=request.overwrite)
+    with _timed(times, "write_seconds"):
+        finished = folder.finished()
+        third = nodes.write_nodes(plan, source, target, folder.url, request.memory_bytes, finished)
+        if finished:
+            say(f"{len(finished)} of {len(plan.ranks())} files are finished already")
+        progress.begin("writing target files", len(third))
+        written = [item for item in execution.run(third).values() if isinstance(item, ShardResult)]
+    results = sorted([*finished.values(), *written], key=lambda result: (result.mp, result.dp))
+    folder.commit(results)
+    return _result(plan, folder.url, summaries, written, times)
+
+
+@contextmanager
+def _timed(times: dict[str, float], name: str) -> Iterator[None]:
+    began = time.monotonic()
+    yield
+    times[name] = round(time.monotonic() - began, 4)
+
+
+def _dry_run(request: Request, found: Found, began: float) -> Mapping[str, Any]:
+    """Plan in this process what a run would plan on workers; no tensor bytes are read, nothing is written."""
+    plan = make_plan(request, found, index_here(found.files))
+    summaries = _in_threads(
+        lambda mp: regroup_mp_slice(plan.source, plan.target, mp, request.replica_part, compare=False)[0],
+        range(plan.target.options.mesh.mp),
+    )
+    raise_if(problem for summary in summaries for problem in summary.problems)
+    result = _result(plan, request.target, summaries, [], {"plan_seconds": round(time.monotonic() - began, 3)})
+    return {**result, "dry_run": True}
+
+
+def _in_threads(function: Callable[[int], SliceSummary], items: Sequence[int]) -> list[SliceSummary]:
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(function, items))
+
+
+def _result(
+    plan: Plan,
+    url: str,
+    summaries: Sequence[SliceSummary],
+    written: Sequence[ShardResult],
+    times: Mapping[str, float],
+    *,
+    already_done: bool = False,
+) -> dict[str, Any]:
+    mesh, options = plan.source.mesh, plan.target.options
+    return {
+        "exit_code": 0,
+        "target": url,
+        "plan_id": plan.plan_id,
+        "already_done": already_done,
+        "source": {
+            "mp": mesh.mp,
+            "dp": mesh.dp,
+            "layout": "flat" if plan.source.flat else "unflat",
+            "files": len(plan.source.files),
+            "bytes": sum(identity.size_bytes for identity in plan.source.files),
+            "tensors": len(plan.source.tensors),
+        },
+        "layout": {"mp": options.mesh.mp, "dp": options.mesh.dp, "layout": "flat" if options.flat else "unflat"},
+        "files": [plan.file_name(mp, dp) for mp, dp in plan.ranks()],
+        "segments": sum(summary.num_segments for summary in summaries),
+        "bytes_needed": sum(summary.bytes_needed for summary in summaries),
+        "span_bytes": sum(summary.span_bytes for summary in summaries),
+        "planned_requests": sum(summary.num_requests for summary in summaries),
+        "bytes_read": sum(result.bytes_read for result in written),
+        "bytes_written": sum(result.size_bytes for result in written),
+        "requests": sum(result.num_requests for result in written),
+        "peak_memory_bytes": max((result.peak_memory_bytes for result in written), default=0),
+        **times,
+        "dropped": list(plan.dropped),
+        "notes": list(plan.notes),
+    }

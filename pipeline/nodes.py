@@ -1,0 +1,110 @@
+"""The DAG of a run, as data: which node of which kind, and what it needs. And the functions that workers call.
+
+    unflatten (a node for each source file) -> regroup (for each MP slice) -> write (for each target file)
+
+The driver looks at the summaries between the kinds, so that everything wrong is told at once, before the first write.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from cluster.dag import Node
+from pipeline.planning import Plan
+from tasks import storage
+from tasks.checkpoint import ShardIndex
+from tasks.errors import ErrorKind, Problem
+from tasks.formats.metaseq_files import ShardFile
+from tasks.regroup_mp_slice import SliceSummary, regroup_mp_slice
+from tasks.source import Source
+from tasks.storage import FileIdentity
+from tasks.target import Target
+from tasks.unflatten_source_shard import unflatten_source_shard
+from tasks.write_target_shard import ShardResult, write_target_shard
+
+UNFLATTEN, REGROUP, WRITE = "unflatten_source_shard", "regroup_mp_slice", "write_target_shard"
+
+
+def unflatten(identity: FileIdentity, mp: int, dp: int) -> tuple[ShardIndex, None]:
+    return unflatten_source_shard(identity, mp, dp), None
+
+
+def regroup(source: Source, target: Target, mp: int, replica_part: int | None) -> tuple[SliceSummary, pa.Table]:
+    return regroup_mp_slice(source, target, mp, replica_part)
+
+
+def write(
+    source: Source, target: Target, mp: int, dp: int, paths: Mapping[str, str], memory_bytes: int, table: pa.Table
+) -> tuple[ShardResult, None]:
+    """Write one target file, then its completion record; the first file of a slice saves the slice's plan as well."""
+    if dp == 0:
+        save_table(paths["plan"], table)
+    result = write_target_shard(source, target, mp, dp, paths["file"], paths["temporary"], memory_bytes, table)
+    storage.write_small(paths["record"], json.dumps({"plan_id": paths["plan_id"], **asdict(result)}).encode())
+    return result, None
+
+
+def save_table(url: str, table: pa.Table) -> None:
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd")
+    storage.write_small(url, sink.getvalue().to_pybytes())
+
+
+FUNCTIONS: Mapping[str, Callable[..., tuple[Any, Any]]] = {UNFLATTEN: unflatten, REGROUP: regroup, WRITE: write}
+
+
+def unflatten_nodes(files: Sequence[ShardFile]) -> list[Node]:
+    return [
+        Node(f"unflatten {number}", UNFLATTEN, (file.identity, file.mp, file.dp)) for number, file in enumerate(files)
+    ]
+
+
+def regroup_nodes(plan: Plan, source: object, target: object, replica_part: int | None) -> list[Node]:
+    """`source` and `target` are handles of the plan's own, shared with all nodes."""
+    return [
+        Node(f"regroup {mp}", REGROUP, (source, target, mp, replica_part))
+        for mp in range(plan.target.options.mesh.mp)
+    ]
+
+
+def write_nodes(
+    plan: Plan, source: object, target: object, folder: str, memory_bytes: int, finished: Collection[tuple[int, int]]
+) -> list[Node]:
+    """One node for each target file that is not finished."""
+    return [
+        Node(
+            f"write {mp} {dp}",
+            WRITE,
+            (source, target, mp, dp, paths(plan, folder, mp, dp), memory_bytes),
+            needs=(f"regroup {mp}",),
+        )
+        for mp, dp in plan.ranks()
+        if (mp, dp) not in finished
+    ]
+
+
+def paths(plan: Plan, folder: str, mp: int, dp: int) -> dict[str, str]:
+    """Name everything that the node of one target file writes."""
+    name = plan.file_name(mp, dp)
+    work = storage.join(folder, ".reshard")
+    return {
+        "file": storage.join(folder, name),
+        "temporary": storage.join(work, "temporary"),
+        "plan": storage.join(work, "plan.parquet", f"model_part-{mp}.parquet"),
+        "record": storage.join(work, "records", f"{name}.json"),
+        "plan_id": plan.plan_id,
+    }
+
+
+def capacity_problems(messages: Sequence[str]) -> list[Problem]:
+    problems = []
+    for message in messages:
+        what, _, hint = message.partition("\n  next: ")
+        problems.append(Problem(ErrorKind.PLAN, "no-capacity", what, hint=hint))
+    return problems

@@ -1,0 +1,145 @@
+"""Decides source and target from what the index tasks found; the part of a run that dry runs and real runs share."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+
+from pipeline.options import Request
+from tasks.checkpoint import ShardIndex
+from tasks.errors import ErrorKind, Problem, error, raise_if
+from tasks.families.opt import OPT
+from tasks.family import some
+from tasks.formats.metaseq_files import Found, ShardFile
+from tasks.formats.metaseq_names import target_name
+from tasks.formats.metaseq_source import build_source
+from tasks.formats.metaseq_target import dropped_state
+from tasks.layout import Mesh
+from tasks.source import Source
+from tasks.target import Target, TargetOptions, plan_target
+from tasks.unflatten_source_shard import unflatten_source_shard
+from tasks.write_target_shard import projected_memory_bytes
+
+# Enough to hide the latency of remote storage; more would only queue.
+_INDEX_THREADS = 16
+# The smallest window that is worth a request.
+_SMALLEST_WINDOW_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a run will do, but for the segments."""
+
+    found: Found
+    source: Source
+    target: Target
+    plan_id: str
+    "hash over source identities, layouts and options"
+    dropped: tuple[str, ...]
+    "what the source holds and the target does not, by name"
+    notes: tuple[str, ...]
+
+    def file_name(self, mp: int, dp: int) -> str:
+        options = self.target.options
+        return target_name(options.prefix, mp=mp, dp=dp, num_mp=options.mesh.mp, flat=options.flat)
+
+    def ranks(self) -> list[tuple[int, int]]:
+        mesh = self.target.options.mesh
+        return [(mp, dp) for mp in range(mesh.mp) for dp in range(mesh.dp)]
+
+
+def index_here(files: Sequence[ShardFile]) -> list[ShardIndex]:
+    """Index files in this process, several at a time."""
+    with ThreadPoolExecutor(min(_INDEX_THREADS, len(files))) as pool:
+        return list(pool.map(lambda file: unflatten_source_shard(file.identity, file.mp, file.dp), files))
+
+
+def make_plan(request: Request, found: Found, indexes: Sequence[ShardIndex]) -> Plan:
+    """Put the plan together; raise everything that forbids it, at once."""
+    source, problems = build_source(indexes, found.mesh, OPT, fused=request.source_fused)
+    if source is None:
+        raise_if(problems)
+        raise error(ErrorKind.PLAN, "no-source", "the source could not be put together")
+    state = sorted({part.name for index in indexes for part in index.training_state})
+    if state and request.keep_state:
+        problems.append(
+            Problem(
+                ErrorKind.PLAN,
+                "training-state",
+                f"the source holds training state: {some(state)}",
+                hint="pass --state drop to write the weights without it; resharding it is not supported yet",
+            )
+        )
+    options = _options(request, found, source)
+    if not options.flat and options.mesh.dp > 1:
+        message = f"an unflat target has one file for each model-parallel part, not {options.mesh.dp}"
+        problems.append(Problem(ErrorKind.PLAN, "unflat-shards", message, hint="pass --dp 1, or --layout flat"))
+    if request.replica_part is not None and request.replica_part >= source.mesh.mp:
+        message = f"--replica-part {request.replica_part}: the source has parts 0 to {source.mesh.mp - 1}"
+        problems.append(Problem(ErrorKind.USAGE, "no-such-part", message))
+    needed = projected_memory_bytes(_SMALLEST_WINDOW_BYTES, 1)
+    if request.memory_bytes < needed:
+        message = f"--memory {request.memory_bytes} bytes is too little for one worker"
+        context = (f"needed: {needed} bytes; given: {request.memory_bytes} bytes",)
+        problems.append(Problem(ErrorKind.PLAN, "memory-budget", message, context, f"pass --memory {-(-needed >> 20)}MiB"))
+    target, more = plan_target(source, options)
+    problems += more
+    raise_if(problems)
+    if target is None:
+        raise error(ErrorKind.PLAN, "no-target", "the target could not be planned")
+    return Plan(
+        found=found,
+        source=source,
+        target=target,
+        plan_id=_plan_id(source, options, request),
+        dropped=_dropped(state, indexes, source, options),
+        notes=_notes(found, source, options),
+    )
+
+
+def _options(request: Request, found: Found, source: Source) -> TargetOptions:
+    flat = source.flat if request.flat is None else request.flat
+    # Unflat files have no data-parallel axis, so asking for them is asking for one shard.
+    default_dp = source.mesh.dp if flat or request.flat is None else 1
+    return TargetOptions(
+        mesh=Mesh(request.mp or source.mesh.mp, request.dp or default_dp),
+        flat=flat,
+        prefix=request.prefix or found.prefix,
+        dtype=request.dtype,
+        projection=request.projection,
+        heads=request.heads,
+    )
+
+
+def _plan_id(source: Source, options: TargetOptions, request: Request) -> str:
+    facts = {
+        "files": [asdict(identity) for identity in source.files],
+        "ranks": source.file_ranks,
+        "options": asdict(options),
+        "state": request.keep_state,
+        "replica_part": request.replica_part,
+        "source_fused": request.source_fused,
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _dropped(
+    state: Sequence[str], indexes: Sequence[ShardIndex], source: Source, options: TargetOptions
+) -> tuple[str, ...]:
+    there = {part.name for index in indexes for part in index.other_tensors}
+    lost = [name for name in dropped_state(source.mesh, options.mesh) if name in there]
+    metadata = ["shard_metadata"] if source.flat and not source.inferred and not options.flat else []
+    return (*state, *lost, *metadata, *source.dropped)
+
+
+def _notes(found: Found, source: Source, options: TargetOptions) -> tuple[str, ...]:
+    notes = [f"left out: {name}" for name in found.ignored]
+    if source.inferred:
+        notes.append("there is no shard_metadata: the layout was inferred from cfg, and fits to the last element")
+    heads = options.heads or (source.config.heads if source.config else None)
+    if heads is None and options.mesh.mp > source.mesh.mp:
+        notes.append("the source has no cfg: that --mp keeps attention heads whole was not checked (--heads N checks it)")
+    return tuple(notes)

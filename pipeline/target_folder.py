@@ -1,0 +1,175 @@
+"""What a run leaves in the target: the lease, the records, and last of all the manifest, whose presence is the commit."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from typing import Any
+
+from pipeline.nodes import paths
+from pipeline.planning import Plan
+from tasks import storage
+from tasks.errors import ErrorKind, ReshardError, error
+from tasks.family import some
+from tasks.write_target_shard import ShardResult
+
+MANIFEST = "manifest.json"
+_WORK = ".reshard"
+_RUN = "run.json"
+TOOL = "reshard 0.1.0"
+
+
+class TargetFolder:
+    """One target; knows its plan, so it can tell its own files from others'."""
+
+    def __init__(self, url: str, plan: Plan) -> None:
+        self.url = storage.normalise(url)
+        self._plan = plan
+
+    def _work(self, *names: str) -> str:
+        return storage.join(self.url, _WORK, *names)
+
+    def committed(self, *, overwrite: bool) -> Mapping[str, Any] | None:
+        """Return the manifest where this very plan is done already; refuse a target that holds something else.
+
+        With `overwrite`, a manifest of another plan is no obstacle, nor are files that nobody recorded.
+        """
+        manifest = self._read(storage.join(self.url, MANIFEST))
+        if manifest is not None and manifest.get("plan_id") == self._plan.plan_id:
+            self._check_files(manifest)
+            return manifest
+        if overwrite:
+            return None
+        if manifest is not None:
+            raise self._refusal("holds the result of another plan", f"plan {manifest.get('plan_id')}")
+        run = self._read(self._work(_RUN))
+        if run is not None and run.get("plan_id") != self._plan.plan_id:
+            raise self._refusal("holds an unfinished run of another plan", f"plan {run.get('plan_id')}")
+        foreign = [] if run is not None else self._foreign_files()
+        if foreign:
+            raise self._refusal("is not empty", f"files: {some(foreign)}")
+        return None
+
+    def _check_files(self, manifest: Mapping[str, Any]) -> None:
+        for file in manifest["files"]:
+            url = storage.join(self.url, file["name"])
+            actual = storage.stat(url).size_bytes if storage.exists(url) else None
+            if actual != file["size_bytes"]:
+                raise error(
+                    ErrorKind.TARGET,
+                    "target-damaged",
+                    f"{url} is not as its manifest says",
+                    context=(f"declared: {file['size_bytes']} bytes; actual: {actual}",),
+                    hint="pass --overwrite to write the target again",
+                )
+
+    def _refusal(self, what: str, fact: str) -> ReshardError:
+        return error(
+            ErrorKind.TARGET,
+            "target-in-use",
+            f"{self.url} {what}",
+            context=(f"this run's plan: {self._plan.plan_id}; there: {fact}",),
+            hint="choose another target, or pass --overwrite to replace what is there",
+        )
+
+    def _foreign_files(self) -> list[str]:
+        try:
+            listed = storage.list_files(self.url)
+        except ReshardError as fault:
+            if fault.problems[0].reference == "no-such-directory":
+                return []
+            raise
+        return sorted(file.name for file in listed)
+
+    def _read(self, url: str) -> dict[str, Any] | None:
+        if not storage.exists(url):
+            return None
+        try:
+            content = json.loads(storage.read_small(url))
+        except ValueError:
+            content = None
+        return content if isinstance(content, dict) else {"plan_id": "unreadable"}
+
+    def open(self, *, overwrite: bool) -> None:
+        """Make the folder ready to be written; take the lease. From here on the old manifest no longer holds."""
+        for names in ((), ("temporary",), ("records",), ("plan.parquet",)):
+            storage.make_directory(self._work(*names))
+        if overwrite and storage.exists(storage.join(self.url, MANIFEST)):
+            old = self._read(storage.join(self.url, MANIFEST)) or {}
+            storage.delete(storage.join(self.url, MANIFEST))
+            kept = {self._plan.file_name(mp, dp) for mp, dp in self._plan.ranks()}
+            for file in old.get("files", ()):
+                # Only what an earlier run wrote by its own account is removed.
+                url = storage.join(self.url, storage.basename(str(file.get("name", ""))))
+                if file.get("name") and file["name"] not in kept and storage.exists(url):
+                    storage.delete(url)
+        run = {
+            "plan_id": self._plan.plan_id,
+            "host": socket.gethostname(),
+            "process": os.getpid(),
+            "user": getpass.getuser(),
+            "started_seconds": time.time(),
+        }
+        storage.write_small(self._work(_RUN), json.dumps(run, indent=1).encode())
+
+    def finished(self) -> dict[tuple[int, int], ShardResult]:
+        """Return the results that records of this plan prove: the file is there as it was when it was recorded."""
+        results = {}
+        for mp, dp in self._plan.ranks():
+            place = paths(self._plan, self.url, mp, dp)
+            record = self._read(place["record"])
+            if record is None or record.pop("plan_id", None) != self._plan.plan_id or not storage.exists(place["file"]):
+                continue
+            actual = storage.stat(place["file"])
+            if (record.get("size_bytes"), record.get("version")) == (actual.size_bytes, actual.version):
+                results[mp, dp] = ShardResult(**record)
+        return results
+
+    def commit(self, results: Sequence[ShardResult]) -> Mapping[str, Any]:
+        """Check that every file is there, and write the manifest."""
+        manifest = self._manifest(results)
+        self._check_files(manifest)
+        if not storage.create_only(storage.join(self.url, MANIFEST), json.dumps(manifest, indent=1).encode()):
+            raise self._refusal("was finished by another run meanwhile", "a manifest")
+        return manifest
+
+    def _manifest(self, results: Sequence[ShardResult]) -> dict[str, Any]:
+        plan = self._plan
+        options = plan.target.options
+        return {
+            "plan_id": plan.plan_id,
+            "tool": TOOL,
+            "versions": {name: version(name) for name in ("torch", "ray", "pyarrow", "numpy")},
+            "source": {
+                "prefix": plan.found.prefix,
+                "mp": plan.source.mesh.mp,
+                "dp": plan.source.mesh.dp,
+                "layout": "flat" if plan.source.flat else "unflat",
+                "files": [asdict(identity) for identity in plan.source.files],
+            },
+            "target": {
+                "format": "metaseq",
+                "prefix": options.prefix,
+                "mp": options.mesh.mp,
+                "dp": options.mesh.dp,
+                "layout": "flat" if options.flat else "unflat",
+                "dtype": options.dtype or "keep",
+                "qkv": str(options.projection),
+            },
+            "files": [
+                {"name": storage.basename(result.url), "size_bytes": result.size_bytes, "crc32": f"{result.crc32:08x}"}
+                for result in results
+            ],
+            "tensors": [
+                {"name": tensor.name, "shape": list(tensor.shape), "dtype": plan.target.dtypes[tensor.name]}
+                for tensor in plan.source.tensors.values()
+            ],
+            "dropped": list(plan.dropped),
+            "notes": list(plan.notes),
+        }

@@ -1,0 +1,125 @@
+"""Local disks and everything that is mounted, NFS included."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat as stat_module
+
+from tasks.errors import ErrorKind, error
+from tasks.storage import local_writer, urls
+from tasks.storage.interface import FileIdentity, ListedFile
+from tasks.storage.local_errors import reading, writing
+from tasks.storage.local_reader import LocalReader, identity_of
+from tasks.storage.problems import no_such_directory, no_such_file
+
+# What NFS shows of a file which was deleted while somebody still had it open.
+_NFS_LEFTOVER = ".nfs"
+
+
+class LocalBackend:
+    """Files by plain path."""
+
+    def stat(self, url: str) -> FileIdentity:
+        with reading(url):
+            found = os.stat(url)
+        if not stat_module.S_ISREG(found.st_mode):
+            raise no_such_file(url)
+        return identity_of(url, found)
+
+    def exists(self, url: str) -> bool:
+        with reading(url):
+            try:
+                os.stat(url)
+            except (FileNotFoundError, NotADirectoryError):
+                return False
+            return True
+
+    def list_files(self, url: str) -> tuple[ListedFile, ...]:
+        with reading(url):
+            try:
+                with os.scandir(url) as entries:
+                    listed = [_listed(url, entry) for entry in entries if not entry.name.startswith(_NFS_LEFTOVER)]
+            except (FileNotFoundError, NotADirectoryError):
+                raise no_such_directory(url) from None
+        return tuple(sorted((file for file in listed if file is not None), key=lambda file: file.name))
+
+    def open_reader(self, identity: FileIdentity) -> LocalReader:
+        return LocalReader(identity)
+
+    def open_writer(self, url: str, size_bytes: int, *, temporary_directory: str) -> local_writer.LocalWriter:
+        return local_writer.LocalWriter(url, size_bytes, temporary_directory=urls.normalise(temporary_directory))
+
+    def create_only(self, url: str, data: bytes) -> bool:
+        directory = urls.parent(url)
+        with writing(url):
+            local_writer.make_directory(directory)
+            temporary, descriptor = local_writer.open_temporary(directory, urls.basename(url))
+            try:
+                try:
+                    local_writer.write_all(descriptor, memoryview(data))
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+                created = _link(temporary, url)
+                local_writer.sync_directory(directory)
+            finally:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(temporary)
+        return created
+
+    def delete(self, url: str) -> None:
+        with writing(url), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            if os.path.isdir(url) and not os.path.islink(url):
+                os.rmdir(url)
+            else:
+                os.unlink(url)
+
+    def make_directory(self, url: str) -> None:
+        with writing(url):
+            local_writer.make_directory(url)
+
+
+def _listed(directory: str, entry: os.DirEntry[str]) -> ListedFile | None:
+    """Describe one entry; None for what is no file, or is gone since the directory was read."""
+    path = urls.join(directory, entry.name)
+    link_target = os.readlink(path) if entry.is_symlink() else None
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        if link_target is None:
+            return None
+        raise error(
+            ErrorKind.SOURCE,
+            "broken-link",
+            f"{path} is a link to {link_target}, which does not exist",
+            hint="restore the file it leads to, or remove the link",
+        ) from None
+    if not stat_module.S_ISREG(found.st_mode):
+        return None
+    return ListedFile(entry.name, found.st_size, identity_of(path, found), link_target)
+
+
+def _link(temporary: str, url: str) -> bool:
+    """Give the finished file its name if the name is free, in one step."""
+    try:
+        os.link(temporary, url)
+    except FileExistsError:
+        # NFS can repeat a link whose answer was lost: then the name is there and it is ours.
+        return os.path.samefile(temporary, url)
+    except OSError as cause:
+        if cause.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
+            raise
+        return _claim(temporary, url)
+    return True
+
+
+def _claim(temporary: str, url: str) -> bool:
+    """Do the same where there are no hard links: whoever creates the name may replace it; readers may see it empty."""
+    try:
+        os.close(os.open(url, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+    except FileExistsError:
+        return False
+    os.replace(temporary, url)
+    return True

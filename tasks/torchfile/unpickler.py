@@ -1,0 +1,114 @@
+"""Load the pickle of a checkpoint without importing or calling anything that it names.
+
+Ordered dicts, builtin values, tensors and storages are built; every other global is a stand-in (``inert``). Any fault
+of the data becomes one ReshardError, kind SOURCE, reference "bad-pickle". Does not look at tensor data.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from dataclasses import dataclass
+
+from tasks.errors import ErrorKind, ReshardError, error
+from tasks.torchfile.dtypes import DTYPE_OF_STORAGE_TYPE
+from tasks.torchfile.inert import InertType, inert_global
+from tasks.torchfile.objects import LoadedOrderedDict, StorageRef
+from tasks.torchfile.opcode_scan import scan_pickle
+from tasks.torchfile.rebuild import BUILDERS
+
+_STORAGE_MODULES = frozenset({"torch", "torch.storage", "torch.cuda"})
+
+# All that the C unpickler and the builders raise on data that is not what it seems.
+_FAULTS = (
+    pickle.PickleError,
+    EOFError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    ArithmeticError,
+    MemoryError,
+    RecursionError,
+    ImportError,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedPickle:
+    """One pickle's objects."""
+
+    root: object
+    storages: tuple[StorageRef, ...]
+    "in the order of their first mention"
+
+
+class _RestrictedUnpickler(pickle.Unpickler):
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data), encoding="utf-8", errors="strict")
+        self.globals: dict[tuple[str, str], type] = {("collections", "OrderedDict"): LoadedOrderedDict}
+        self.storages: dict[str, StorageRef] = {}
+
+    def find_class(self, module: str, name: str) -> type:
+        found = self.globals.get((module, name))
+        if found is None:
+            found = inert_global(module, name, BUILDERS.get((module, name)))
+            self.globals[module, name] = found
+        return found
+
+    def persistent_load(self, pid: object) -> object:
+        if type(pid) is not tuple or len(pid) < 2:
+            raise ValueError("a persistent id is no tuple")
+        if pid[0] == "module" and len(pid) == 4:  # legacy files keep the source of a class; the class stays inert
+            return pid[1]
+        return self._storage(pid)
+
+    def _storage(self, pid: tuple[object, ...]) -> StorageRef:
+        if pid[0] != "storage" or len(pid) not in (5, 6):
+            raise ValueError(f"a persistent id of {len(pid)} parts names no storage")
+        tag, cls, key, location, num_elements = pid[:5]
+        if len(pid) == 6 and pid[5] is not None:
+            raise ValueError(f"storage {key!r} is a view of another storage, as files before torch 0.4 have it")
+        if not isinstance(cls, InertType) or cls.global_module not in _STORAGE_MODULES:
+            raise ValueError(f"{cls!r} is no storage type")
+        if cls.global_qualname not in DTYPE_OF_STORAGE_TYPE:
+            raise ValueError(f"storage type {cls.global_qualname!r} is unknown")
+        if type(key) is not str or type(location) is not str or type(num_elements) is not int or type(tag) is not str:
+            raise ValueError("a storage's key, location or length has a wrong type")
+        known = self.storages.get(key)
+        if known is None:
+            known = StorageRef(cls.global_qualname, key, location, num_elements, tag)
+            self.storages[key] = known
+        elif (known.storage_type, known.num_elements) != (cls.global_qualname, num_elements):
+            raise ValueError(
+                f"storage {key!r} is declared as {known.storage_type} of {known.num_elements} elements"
+                f" and as {cls.global_qualname} of {num_elements}"
+            )
+        return known
+
+
+def load_with_storages(data: bytes, name: str = "data.pkl") -> LoadedPickle:
+    """Load one whole pickle and the storages that it names; ``name`` is told in errors."""
+    try:
+        end = scan_pickle(data)
+        unpickler = _RestrictedUnpickler(data if end == len(data) else data[:end])
+        root = unpickler.load()
+    except _FAULTS as fault:
+        raise bad_pickle(name, fault) from fault
+    return LoadedPickle(root, tuple(unpickler.storages.values()))
+
+
+def load_pickle(data: bytes, name: str = "data.pkl") -> object:
+    """Load one whole pickle; see ``load_with_storages``."""
+    return load_with_storages(data, name).root
+
+
+def bad_pickle(name: str, fault: BaseException) -> ReshardError:
+    """Make the error for a pickle that cannot be read."""
+    return error(
+        ErrorKind.SOURCE,
+        "bad-pickle",
+        f"{name}: the pickled objects cannot be read",
+        context=(f"{type(fault).__name__}: {fault}"[:500],),
+        hint="the file is damaged or was not written by torch.save: copy it again, or try torch.load on it",
+    )
