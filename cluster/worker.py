@@ -25,8 +25,8 @@ class Report:
 def remote_function(kind: str, function: Callable[..., tuple[object, object]], resources: TaskResources) -> Any:
     """Return the remote function of a kind, returning (Report, payload) as two objects.
 
-    To be called once per kind: a fresh one for each of 1,000 nodes takes 5 s instead of 0.4 s. All nodes of a kind carry the
-    kind as their name, since Ray's tables and metrics group by name.
+    To be called once per kind: a fresh one for each of 1,000 nodes takes 5 s instead of 0.4 s. All nodes of a kind
+    carry the kind as their name, since Ray's tables and metrics group by name.
     """
     import ray
 

@@ -21,7 +21,9 @@ def discover(source: str, checkpoint: str = "") -> Found:
     if any(character in source for character in "*?["):
         files = storage.glob_files(url)
         if not files:
-            raise error(ErrorKind.SOURCE, "no-checkpoint", f"no file matches {source}", hint="quote the pattern, and check it")
+            raise error(
+                ErrorKind.SOURCE, "no-checkpoint", f"no file matches {source}", hint="quote the pattern, and check it"
+            )
         return find_checkpoint(files, where=source, wanted=checkpoint, aliases=_aliases(files))
     if source.endswith(".pt") and storage.exists(url):
         identity = storage.stat(url)

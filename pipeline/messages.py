@@ -38,7 +38,9 @@ def run_command(command: Callable[[], tuple[Mapping[str, Any], str]], *, as_json
         return INTERRUPTED
     except Exception:  # noqa: BLE001  the last resort: a fault of ours must still end with its class's code
         say(traceback.format_exc())
-        say("error[internal]: this is a fault of the tool, nothing was published\n  next: please report it with the above")
+        say(
+            "error[internal]: this is a fault of the tool, nothing was published\n  next: please report it with the above"
+        )
         return int(ErrorKind.TASK)
     print(json.dumps(result, indent=1) if as_json else words, flush=True)
     return 0
@@ -63,7 +65,12 @@ def _failed(fault: ReshardError, as_json: bool) -> int:
 def _failed_task(fault: NodeFailed, as_json: bool) -> int:
     say(f"error[task-failed]: {fault}\n  next: mend the cause and run the same command again; what is finished is kept")
     if as_json:
-        problem = {"reference": "task-failed", "message": str(fault), "context": [], "hint": "run the same command again"}
+        problem = {
+            "reference": "task-failed",
+            "message": str(fault),
+            "context": [],
+            "hint": "run the same command again",
+        }
         print(json.dumps({"exit_code": int(ErrorKind.TASK), "problems": [problem]}, indent=1), flush=True)
     return int(ErrorKind.TASK)
 

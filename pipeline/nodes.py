@@ -68,8 +68,7 @@ def unflatten_nodes(files: Sequence[ShardFile]) -> list[Node]:
 def regroup_nodes(plan: Plan, source: object, target: object, replica_part: int | None) -> list[Node]:
     """`source` and `target` are handles of the plan's own, shared with all nodes."""
     return [
-        Node(f"regroup {mp}", REGROUP, (source, target, mp, replica_part))
-        for mp in range(plan.target.options.mesh.mp)
+        Node(f"regroup {mp}", REGROUP, (source, target, mp, replica_part)) for mp in range(plan.target.options.mesh.mp)
     ]
 
 

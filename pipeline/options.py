@@ -104,7 +104,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     shape.add_argument("--format", choices=("metaseq",), default="metaseq", help="of the target (default: %(default)s)")
     shape.add_argument("--dtype", choices=tuple(DTYPES), default="keep", help="of weights only (default: %(default)s)")
-    shape.add_argument("--state", choices=("keep", "drop"), default="keep", help="optimizer and EMA (default: %(default)s)")
+    shape.add_argument(
+        "--state", choices=("keep", "drop"), default="keep", help="optimizer and EMA (default: %(default)s)"
+    )
     shape.add_argument("--qkv", choices=tuple(Projection), default="keep", help="k, v, q in one tensor or three")
     shape.add_argument("--prefix", default="", metavar="NAME", help="of the target files (default: as in the source)")
     source = parser.add_argument_group("reading the source")
@@ -120,7 +122,11 @@ def make_parser() -> argparse.ArgumentParser:
     )
     run = parser.add_argument_group("the run")
     run.add_argument(
-        "--memory", type=_size, default=DEFAULT_MEMORY, metavar="SIZE", help="budget of one worker (default: %(default)s)"
+        "--memory",
+        type=_size,
+        default=DEFAULT_MEMORY,
+        metavar="SIZE",
+        help="budget of one worker (default: %(default)s)",
     )
     run.add_argument("--address", metavar="ADDRESS", help="of the Ray cluster (default: RAY_ADDRESS, else a local one)")
     run.add_argument(

@@ -84,7 +84,9 @@ def make_plan(request: Request, found: Found, indexes: Sequence[ShardIndex]) -> 
     if request.memory_bytes < needed:
         message = f"--memory {request.memory_bytes} bytes is too little for one worker"
         context = (f"needed: {needed} bytes; given: {request.memory_bytes} bytes",)
-        problems.append(Problem(ErrorKind.PLAN, "memory-budget", message, context, f"pass --memory {-(-needed >> 20)}MiB"))
+        problems.append(
+            Problem(ErrorKind.PLAN, "memory-budget", message, context, f"pass --memory {-(-needed >> 20)}MiB")
+        )
     target, more = plan_target(source, options)
     problems += more
     raise_if(problems)
@@ -141,5 +143,7 @@ def _notes(found: Found, source: Source, options: TargetOptions) -> tuple[str, .
         notes.append("there is no shard_metadata: the layout was inferred from cfg, and fits to the last element")
     heads = options.heads or (source.config.heads if source.config else None)
     if heads is None and options.mesh.mp > source.mesh.mp:
-        notes.append("the source has no cfg: that --mp keeps attention heads whole was not checked (--heads N checks it)")
+        notes.append(
+            "the source has no cfg: that --mp keeps attention heads whole was not checked (--heads N checks it)"
+        )
     return tuple(notes)

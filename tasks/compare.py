@@ -19,7 +19,9 @@ from tasks.torchfile.dtypes import ITEM_SIZE_BYTES
 WINDOW_BYTES = 4 << 20
 
 
-def compare_copies(name: str, copies: Sequence[Copy], source: Source, readers: ReaderPool, *, what: str) -> list[Problem]:
+def compare_copies(
+    name: str, copies: Sequence[Copy], source: Source, readers: ReaderPool, *, what: str
+) -> list[Problem]:
     """Compare all copies of one box with the first, and tell the first difference of each that differs."""
     first, *others = copies
     item = ITEM_SIZE_BYTES[first.stream.dtype]
@@ -81,7 +83,10 @@ def _difference(
     index = np.unravel_index(start + position, first.piece.box.shape or (1,))
     place = tuple(int(i) + s for i, s in zip(index, first.piece.box.start, strict=False))
     values = [_values(view, first.stream.dtype) for view in (left, right)]
-    context = [f"first at index {place}", f"{int(unequal.sum())} elements differ in the {len(unequal)} compared with it"]
+    context = [
+        f"first at index {place}",
+        f"{int(unequal.sum())} elements differ in the {len(unequal)} compared with it",
+    ]
     if values[0] is not None and values[1] is not None:
         context[0] += f": {values[0][position]} against {values[1][position]}"
         with np.errstate(all="ignore"):

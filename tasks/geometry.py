@@ -106,9 +106,7 @@ def lattices(target: Box, source: Box) -> Iterator[Lattice]:
     source_stride = source.strides[run_axis - 1] if run_axis else run
     for index in itertools.product(*(range(n) for n in common.shape[:even_axis])):
         point = tuple(s + i for s, i in zip(common.start, index, strict=False)) + common.start[even_axis:]
-        lattice = Lattice(
-            target.offset_of(point), target_stride, source.offset_of(point), source_stride, run, num_runs
-        )
+        lattice = Lattice(target.offset_of(point), target_stride, source.offset_of(point), source_stride, run, num_runs)
         yield merged(lattice)
 
 

@@ -92,8 +92,12 @@ def plan_slice(
             planned += segments.num_elements
             columns.append(_columns(segments, cut, stream, storage, copy))
         if planned != piece.box.num_elements:
-            message = f"{piece.tensor} of model-parallel part {mp}: {planned} of {piece.box.num_elements} elements planned"
-            problems.append(Problem(ErrorKind.PLAN, "not-covered", message, hint="please report this: it is a fault here"))
+            message = (
+                f"{piece.tensor} of model-parallel part {mp}: {planned} of {piece.box.num_elements} elements planned"
+            )
+            problems.append(
+                Problem(ErrorKind.PLAN, "not-covered", message, hint="please report this: it is a fault here")
+            )
     return _table(columns), problems
 
 
@@ -107,9 +111,7 @@ def _segments(
         yield copy, intersect(piece.box, cut.starts, box, copy.stretches().starts)
 
 
-def _columns(
-    segments: Segments, cut: Stretches, stream: Stream, storage: int, copy: Copy
-) -> tuple[object, ...]:
+def _columns(segments: Segments, cut: Stretches, stream: Stream, storage: int, copy: Copy) -> tuple[object, ...]:
     source_cut = copy.stretches()
     target_size, source_size = ITEM_SIZE_BYTES[stream.dtype], ITEM_SIZE_BYTES[copy.stream.dtype]
     count = len(segments)

@@ -62,7 +62,14 @@ class Body:
 
 
 def write_target_shard(
-    source: Source, target: Target, mp: int, dp: int, url: str, temporary_directory: str, memory_bytes: int, table: pa.Table
+    source: Source,
+    target: Target,
+    mp: int,
+    dp: int,
+    url: str,
+    temporary_directory: str,
+    memory_bytes: int,
+    table: pa.Table,
 ) -> ShardResult:
     """Write the target file (mp, dp) to `url`. `table` is its part's plan, as `regroup_mp_slice` hands it on."""
     began = time.monotonic()
@@ -70,7 +77,9 @@ def write_target_shard(
         with ReaderPool(source.files) as readers:
             layout, bodies = plan_file(source, target, mp, dp, url, rows_of_file(table, dp), readers)
             with open_writer(url, layout.size_bytes, temporary_directory=temporary_directory) as writer:
-                crc32 = _stream(layout, bodies, writer, Gatherer(readers), window_bytes(writer.window_bytes, memory_bytes))
+                crc32 = _stream(
+                    layout, bodies, writer, Gatherer(readers), window_bytes(writer.window_bytes, memory_bytes)
+                )
                 identity = writer.commit()
     except ReshardError as fault:
         raise _in_file(fault, url) from fault
@@ -176,6 +185,8 @@ def _fill(body: Body, begin: int, view: np.ndarray, gatherer: Gatherer) -> None:
 def _in_file(fault: ReshardError, url: str) -> ReshardError:
     """Say which target file was being written."""
     return ReshardError(
-        type(problem)(problem.kind, problem.reference, problem.message, (*problem.context, f"while writing {url}"), problem.hint)
+        type(problem)(
+            problem.kind, problem.reference, problem.message, (*problem.context, f"while writing {url}"), problem.hint
+        )
         for problem in fault.problems
     )

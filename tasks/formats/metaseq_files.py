@@ -116,7 +116,11 @@ def _choose(
     # A grid of files beside single files (a dictionary, a merged copy) is what most folders are: the grid is meant.
     grids = [name for name in choices if any(p.mp is not None or p.dp is not None for p in groups[name])]
     if len(grids) == 1:
-        ignored += [f"{name}.pt (another checkpoint or file: take it with --checkpoint {name})" for name in choices if name != grids[0]]
+        ignored += [
+            f"{name}.pt (another checkpoint or file: take it with --checkpoint {name})"
+            for name in choices
+            if name != grids[0]
+        ]
         return grids[0]
     message = f"{where} holds {len(choices)} checkpoints: {some(choices)}"
     raise_if([Problem(ErrorKind.SOURCE, "several-checkpoints", message, hint="choose one with --checkpoint NAME")])
@@ -127,7 +131,9 @@ def _check(prefix: str, group: Mapping[FileName, Sequence[ListedFile]], ignored:
     problems: list[Problem] = []
     styles = {(name.mp is not None, name.dp is not None, name.part is not None) for name in group}
     if len(styles) > 1:
-        examples = [f"{next(files[0].name for n, files in group.items() if _style(n) == style)}" for style in sorted(styles)]
+        examples = [
+            f"{next(files[0].name for n, files in group.items() if _style(n) == style)}" for style in sorted(styles)
+        ]
         problems.append(
             Problem(
                 ErrorKind.SOURCE,

@@ -101,11 +101,16 @@ def infer(
     if fits and (len(fits) == 1 or fits[0][0] == next(_shapes(config, num_mp, fused))):
         return fits[0][1], []
     context = (
-        *(f"{key}: {length} elements in each of {num_dp} shards" for key, length in itertools.islice(lengths.items(), 4)),
+        *(
+            f"{key}: {length} elements in each of {num_dp} shards"
+            for key, length in itertools.islice(lengths.items(), 4)
+        ),
         f"cfg: {config}",
     )
     why = "several arrangements have" if fits else "no arrangement of the tensors that cfg describes has"
-    return (), [replace(_cannot(f"{why} these lengths", "check cfg, or pass files with shard_metadata"), context=context)]
+    return (), [
+        replace(_cannot(f"{why} these lengths", "check cfg, or pass files with shard_metadata"), context=context)
+    ]
 
 
 def _cannot(why: str, hint: str) -> Problem:

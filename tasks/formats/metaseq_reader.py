@@ -129,14 +129,18 @@ def shard_metadata(root: object, label: str) -> tuple[ShardMetadata | None, tupl
             shared += [(at + clean_name(a), at + clean_name(b)) for a, b in unit.get("shared_param_info", ())]
         buffers = tuple(clean_name(name) for name in stated["buffer_names"])
     except (KeyError, TypeError, ValueError, AttributeError) as fault:
-        return None, (), [
-            Problem(
-                ErrorKind.SOURCE,
-                "bad-shard-metadata",
-                f"{label}: shard_metadata is not as fairscale writes it: {fault!r}",
-                hint="remove the key shard_metadata: the layout is then inferred from cfg",
-            )
-        ]
+        return (
+            None,
+            (),
+            [
+                Problem(
+                    ErrorKind.SOURCE,
+                    "bad-shard-metadata",
+                    f"{label}: shard_metadata is not as fairscale writes it: {fault!r}",
+                    hint="remove the key shard_metadata: the layout is then inferred from cfg",
+                )
+            ],
+        )
     return ShardMetadata(tuple(parameters), tuple(shared), buffers), tuple(paddings), []
 
 
