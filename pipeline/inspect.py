@@ -1,4 +1,4 @@
-"""`python -m pipeline.inspect SOURCE`: what is this checkpoint? Reads indexes only, never tensor bytes; needs no Ray."""
+"""`python -m pipeline.inspect SOURCE`: what is this checkpoint? Reads indexes, never tensor bytes; needs no Ray."""
 
 from __future__ import annotations
 

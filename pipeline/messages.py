@@ -1,4 +1,4 @@
-"""What the commands say: messages and progress on stderr, the result alone on stdout, one exit code per class of error."""
+"""What the commands say: messages on stderr, the result alone on stdout, one exit code per class of error."""
 
 from __future__ import annotations
 
@@ -38,9 +38,7 @@ def run_command(command: Callable[[], tuple[Mapping[str, Any], str]], *, as_json
         return INTERRUPTED
     except Exception:  # noqa: BLE001  the last resort: a fault of ours must still end with its class's code
         say(traceback.format_exc())
-        say(
-            "error[internal]: this is a fault of the tool, nothing was published\n  next: please report it with the above"
-        )
+        say("error[internal]: a fault of this tool; nothing was published\n  next: please report it with the above")
         return int(ErrorKind.TASK)
     print(json.dumps(result, indent=1) if as_json else words, flush=True)
     return 0

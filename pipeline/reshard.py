@@ -28,7 +28,8 @@ def describe(result: Mapping[str, Any]) -> str:
     lines = [
         f"source: {source['files']} files, {size(source['bytes'])}, {source['tensors']} tensors, "
         f"mp{source['mp']} x dp{source['dp']}, {source['layout']}",
-        f"target: {result['target']}: {len(result['files'])} files, mp{layout['mp']} x dp{layout['dp']}, {layout['layout']}",
+        f"target: {result['target']}: {len(result['files'])} files, "
+        f"mp{layout['mp']} x dp{layout['dp']}, {layout['layout']}",
     ]
     if result.get("dry_run"):
         waste = result["span_bytes"] / max(result["bytes_needed"], 1)

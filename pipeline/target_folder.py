@@ -1,4 +1,4 @@
-"""What a run leaves in the target: the lease, the records, and last of all the manifest, whose presence is the commit."""
+"""What a run leaves in the target: lease, records, and last of all the manifest, whose presence is the commit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Compares bytes that must be equal, in bounded windows: replicas of a tensor, stored ties, and padding that must be zero.
+"""Compares bytes that must be equal, in bounded windows: replicas of a tensor, stored ties, and padding that must be
+zero.
 
 Equality is of bits: equal NaNs are equal, and 0.0 is not -0.0.
 """
@@ -6,8 +7,10 @@ Equality is of bits: equal NaNs are equal, and 0.0 is not -0.0.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from tasks.errors import ErrorKind, Problem
 from tasks.plan import Copy
@@ -104,7 +107,7 @@ def _difference(
     )
 
 
-def _values(view: memoryview, dtype: str) -> np.ndarray | None:  # type: ignore[type-arg]
+def _values(view: memoryview, dtype: str) -> npt.NDArray[Any] | None:
     if dtype == "bfloat16":
         return (np.frombuffer(view, np.uint16).astype(np.uint32) << 16).view(np.float32)
     return np.frombuffer(view, np.dtype(dtype)) if dtype in np.sctypeDict else None

@@ -1,7 +1,8 @@
 """Pure. A family is a table of rules: how each tensor of one kind of model is cut over model-parallel parts.
 
-Every tensor must match exactly one rule, and every role that a model cannot do without at least one tensor, or nothing is
-planned. The order of the table is the order of the model's modules, which is the order in which FSDP flattens them.
+Every tensor must match exactly one rule, and every role that a model cannot do without at least one tensor, or
+nothing is planned. The order of the table is the order of the model's modules, which is the order in which FSDP
+flattens them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from functools import cached_property
 from tasks.errors import ErrorKind, Problem
 from tasks.geometry import Box
 
-# Wrapper modules that FSDP and activation checkpointing put into names; hooks normally strip them (fairscale `_clean_path`).
+# Wrapper modules that FSDP and activation checkpointing put into names; hooks normally strip them (fairscale
+# `_clean_path`).
 _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_fpw_module"})
 
 

@@ -1,7 +1,8 @@
 """Fills windows of a target storage from ranges of the source: the inner loop of all data movement.
 
-Contiguous segments are read straight into the window. Strided ones are read as spans into a scratch buffer, then copied row
-by row in one numpy call: one request per span, never one per row. A cast goes through torch, which is imported only then.
+Contiguous segments are read straight into the window. Strided ones are read as spans into a scratch buffer, then
+copied row by row in one numpy call: one request per span, never one per row. A cast goes through torch, which is
+imported only then.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """The segments of one storage, as columns in bytes. A run is `run` bytes in the target, `source_run` in the source."""
+    """The segments of one storage, in bytes. A run is `run` bytes in the target, `source_run` in the source."""
 
     start: Int64
     stride: Int64
@@ -103,13 +104,13 @@ class Gatherer:
 
     def read(self, file: int, offset_bytes: int, window: Bytes) -> None:
         """Fill a window from one range of a source file."""
-        self._readers.read_into(file, offset_bytes, memoryview(window))
+        self._readers.read_into(file, offset_bytes, window.data)
 
     def fill(self, rows: Rows, begin: int, window: Bytes) -> int:
         """Fill the bytes [begin, begin + len(window)) of a storage that the rows cover; return how many those are."""
         end = begin + len(window)
         filled = 0
-        for row in np.flatnonzero((rows.start < end) & (rows.end > begin)):
+        for row in map(int, np.flatnonzero((rows.start < end) & (rows.end > begin))):
             if rows.num_runs[row] == 1:
                 low, high = max(int(rows.start[row]), begin), min(int(rows.start[row] + rows.run[row]), end)
                 self._copy_runs(rows, row, 0, low - int(rows.start[row]), high - low, 1, low - begin, window)
@@ -155,7 +156,7 @@ class Gatherer:
         file, stride = int(rows.file[row]), int(rows.stride[row])
         casts = rows.source_dtype != rows.target_dtype
         if count == 1 and not casts:
-            self._readers.read_into(file, source_at, memoryview(window[at : at + length]))
+            self._readers.read_into(file, source_at, window[at : at + length].data)
             return
         if count == 1 and source_length > self._scratch_bytes:
             half = length // target_size // 2 * target_size
@@ -163,7 +164,7 @@ class Gatherer:
             self._copy_runs(rows, row, first, skipped + half, length - half, 1, at + half, window)
             return
         span = self._room((count - 1) * source_stride + source_length)
-        self._readers.read_into(file, source_at, memoryview(span))
+        self._readers.read_into(file, source_at, span.data)
         here = np.lib.stride_tricks.as_strided(span, (count, source_length), (source_stride, 1))
         there = np.lib.stride_tricks.as_strided(window[at:], (count, length), (stride, 1))
         if casts:

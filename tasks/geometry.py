@@ -1,8 +1,9 @@
 """Pure. Boxes of global tensors, and how the intersection of two boxes lies in the row-major order of each.
 
-All numbers are elements; ranges are half-open. A *stretch* is a run [start, stop) of the row-major order of a box: a piece
-of an FSDP flat parameter, a whole file tensor and a chunk of another format are all stretches of boxes. Stretches are kept
-whole rather than cut into up to 2n-1 boxes: two integers instead of several boxes, and the cuts happen vectorised, later.
+All numbers are elements; ranges are half-open. A *stretch* is a run [start, stop) of the row-major order of a box: a
+piece of an FSDP flat parameter, a whole file tensor and a chunk of another format are all stretches of boxes.
+Stretches are kept whole rather than cut into up to 2n-1 boxes: two integers instead of several boxes, and the cuts
+happen vectorised, later.
 
 >>> Box((0, 2), (4, 2)).intersect(Box((2, 0), (4, 3)))
 Box(start=(2, 2), shape=(2, 1))
@@ -83,8 +84,8 @@ class Lattice:
 def lattices(target: Box, source: Box) -> Iterator[Lattice]:
     """Yield how the intersection of two boxes lies in both, in row-major order of the intersection.
 
-    A cut along one axis gives one lattice, contiguous in both where it is the first axis. Boxes that are cut along several
-    axes give one lattice for each index of the outer ones.
+    A cut along one axis gives one lattice, contiguous in both where it is the first axis. Boxes that are cut along
+    several axes give one lattice for each index of the outer ones.
     """
     common = target.intersect(source)
     if common is None:

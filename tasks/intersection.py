@@ -57,8 +57,8 @@ def concatenate(parts: Sequence[Segments]) -> Segments:
 def intersect(target: Box, target_starts: Int64, source: Box, source_starts: Int64) -> Segments:
     """Cut the intersection of two boxes by stretches.
 
-    `target_starts` and `source_starts` are where each stretch begins in the row-major order of its box, ascending, the first
-    0; each stretch ends where the next begins, the last at the end of the box. Stretches may be empty.
+    `target_starts` and `source_starts` are where each stretch begins in the row-major order of its box, ascending,
+    the first 0; each stretch ends where the next begins, the last at the end of the box. Stretches may be empty.
 
     The result is cached: the layers of a model are alike, so all but the first are looked up.
     """

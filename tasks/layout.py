@@ -1,8 +1,9 @@
 """Pure. A layout says which box of which global tensor lies at which place of which file.
 
-A *stream* is a row of elements, stored one after another over one or more places: an FSDP flat parameter cut into data-parallel
-chunks, or one named tensor at one place. A *piece* is a box of a global tensor that lies in row-major order at some offset
-of a stream. Source and target are both pieces on streams, so nothing but a format ever asks "flat or not?".
+A *stream* is a row of elements, stored one after another over one or more places: an FSDP flat parameter cut into
+data-parallel chunks, or one named tensor at one place. A *piece* is a box of a global tensor that lies in row-major
+order at some offset of a stream. Source and target are both pieces on streams, so nothing but a format ever asks
+"flat or not?".
 
 All counts are elements unless a name says bytes.
 """
@@ -44,8 +45,8 @@ class GlobalTensor:
 class Stream:
     """A row of elements over one or more places; place i holds elements [i * chunk, (i + 1) * chunk) of it.
 
-    FSDP cuts a flat parameter of n elements over W ranks into chunks of ceil(n / W); ranks past the end hold nothing but
-    padding (fairscale `FullyShardedDataParallel._get_shard`, torch.chunk).
+    FSDP cuts a flat parameter of n elements over W ranks into chunks of ceil(n / W); ranks past the end hold nothing
+    but padding (fairscale `FullyShardedDataParallel._get_shard`, torch.chunk).
     """
 
     dtype: str

@@ -1,7 +1,7 @@
 """Pure. Intersects the source with one model-parallel part of the target: which bytes go where.
 
-The plan of a part is an Arrow table, one row a segment: runs of elements at even distances, in one source file and in one
-storage of one target file. Millions of rows stay a few arrays; the table is what is saved, compared and executed.
+The plan of a part is an Arrow table, one row a segment: runs of elements at even distances, in one source file and in
+one storage of one target file. Millions of rows stay a few arrays; the table is what is saved, compared and executed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Task: regroup MP slice. Plans one model-parallel part of the target, and proves that the plan may be carried out.
 
-Three proofs: the plan covers every element of the part exactly once; replicas that several source ranks hold are equal bit
-for bit; filler whose place was inferred is zero. Copies are compared by the nodes of all parts, a share each.
+Three proofs: the plan covers every element of the part exactly once; replicas that several source ranks hold are
+equal bit for bit; filler whose place was inferred is zero. Copies are compared by the nodes of all parts, a share
+each.
 """
 
 from __future__ import annotations
@@ -83,8 +84,8 @@ def _compare(
             problems += compare_copies(name, group, source, readers, what="replica")
     for name, repeated in _share(source.untested_ties, mp, num_parts):
         for box, first in copies[name].items():
-            group = [first[0], copies[repeated][box][0]]
-            problems += compare_copies(repeated, group, source, readers, what="tie")
+            pair = (first[0], copies[repeated][box][0])
+            problems += compare_copies(repeated, pair, source, readers, what="tie")
     problems += check_padding(list(_share(source.paddings, mp, num_parts)), source, readers)
     return problems
 

@@ -89,8 +89,8 @@ def plan_target(source: Source, options: TargetOptions) -> tuple[Target | None, 
 def target_slice(source: Source, target: Target, mp: int) -> SliceLayout:
     """Lay out one model-parallel part of the target.
 
-    A stream's `files` are data-parallel ranks, and its offsets count from the start of a storage of its own. Streams stand
-    in `storage_of_stream`'s order, with one copy of each named tensor for each data-parallel rank.
+    A stream's `files` are data-parallel ranks, and its offsets count from the start of a storage of its own. Streams
+    stand in `storage_of_stream`'s order, with one copy of each named tensor for each data-parallel rank.
     """
     pieces: list[Piece] = []
     streams: list[Stream] = []

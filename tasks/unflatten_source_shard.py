@@ -8,6 +8,8 @@ small index. A faulty file is not an exception but a problem in the index: all f
 
 from __future__ import annotations
 
+from typing import Any
+
 from tasks.checkpoint import ShardIndex
 from tasks.errors import ErrorKind, Problem, ReshardError
 from tasks.formats import metaseq_reader
@@ -44,7 +46,7 @@ def _index(identity: FileIdentity, mp: int, dp: int, file: TorchFile, bytes_read
     if not tensors and not problems:
         message = f"{label}: the model dict is empty"
         problems.append(Problem(ErrorKind.SOURCE, "not-a-checkpoint", message, hint="save or copy it again"))
-    root = {} if is_bare else file.root
+    root: dict[str, Any] = {} if is_bare or not isinstance(file.root, dict) else file.root
     return ShardIndex(
         identity=identity,
         mp=mp,

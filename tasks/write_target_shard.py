@@ -1,7 +1,8 @@
 """Task: write target shard. Streams one target file, window by window, from ranges of the source.
 
-The file's layout is known before its first byte (tasks/torchfile/archive_writer.py), so each byte goes from storage through
-one window to storage, once, and memory does not depend on the model. The file appears under its name whole or not at all.
+The file's layout is known before its first byte (tasks/torchfile/archive_writer.py), so each byte goes from storage
+through one window to storage, once, and memory does not depend on the model. The file appears under its name whole or
+not at all.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from isal import isal_zlib
 
 from tasks.errors import ErrorKind, ReshardError, error
 from tasks.formats.metaseq_target import make_objects, provider_rank
-from tasks.gather import SCRATCH_BYTES, Gatherer, Rows, rows_of_storages
+from tasks.gather import SCRATCH_BYTES, Bytes, Gatherer, Rows, rows_of_storages
 from tasks.plan import rows_of_file
 from tasks.reader_pool import ReaderPool
 from tasks.source import Source
@@ -153,7 +154,7 @@ def _stream(layout: ArchiveLayout, bodies: list[Body], writer: TargetWriter, gat
             view = buffer[: min(window, body.size_bytes - begin)]
             _fill(body, begin, view, gatherer)
             crc = isal_zlib.crc32(view, crc)
-            writer.write(memoryview(view))
+            writer.write(view.data)
         total = isal_zlib.crc32_combine(total, crc, body.size_bytes)
         crcs.append(crc)
         if number + 1 < len(bodies):
@@ -162,7 +163,7 @@ def _stream(layout: ArchiveLayout, bodies: list[Body], writer: TargetWriter, gat
     return total
 
 
-def _fill(body: Body, begin: int, view: np.ndarray, gatherer: Gatherer) -> None:  # type: ignore[type-arg]
+def _fill(body: Body, begin: int, view: Bytes, gatherer: Gatherer) -> None:
     if body.file is not None:
         gatherer.read(body.file, body.offset_bytes + begin, view)
         return

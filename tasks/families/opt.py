@@ -1,8 +1,8 @@
 """Pure. The rules of metaseq's decoder-only transformers (OPT and its relatives).
 
-Sources: metaseq `megatron/mpu/layers.py` (VocabParallelEmbedding, ColumnParallelLinear: axis 0; RowParallelLinear: axis 1) and
-`modules/multihead_attention.py` (a fused projection holds K, V, Q, in this order, despite its name). The order of the rules is
-that of `TransformerDecoder.__init__` and `TransformerDecoderLayer.__init__`.
+Sources: metaseq `megatron/mpu/layers.py` (VocabParallelEmbedding, ColumnParallelLinear: axis 0; RowParallelLinear:
+axis 1) and `modules/multihead_attention.py` (a fused projection holds K, V, Q, in this order, despite its name). The
+order of the rules is that of `TransformerDecoder.__init__` and `TransformerDecoderLayer.__init__`.
 """
 
 from tasks.family import Family, Rule

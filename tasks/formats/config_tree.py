@@ -1,8 +1,8 @@
 """Reads and edits the configuration objects of a checkpoint without the classes that made them.
 
 `cfg` is a plain dict, an `argparse.Namespace` or an omegaconf DictConfig, nested in any way; `args` of older files is a
-Namespace. All of them are walked as mappings. omegaconf keeps a node's children in `_content` and a leaf's value in `_val`
-(omegaconf 2.0 to 2.4).
+Namespace. All of them are walked as mappings. omegaconf keeps a node's children in `_content` and a leaf's value in
+`_val` (omegaconf 2.0 to 2.4).
 """
 
 from __future__ import annotations

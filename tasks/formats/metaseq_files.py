@@ -1,7 +1,7 @@
 """Pure. Finds the checkpoints in a folder's listing, and everything that is wrong with the set of files of one.
 
-Nothing is read: names and sizes are enough to see holes and doubles in the (mp, dp) grid, empty files, leftovers of crashed
-saves, and checkpoints of kinds that are not supported.
+Nothing is read: names and sizes are enough to see holes and doubles in the (mp, dp) grid, empty files, leftovers of
+crashed saves, and checkpoints of kinds that are not supported.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Pure. Infers what a flat parameter without `shard_metadata` holds, from `cfg` and the lengths that are there.
 
-Files of 2022 (the released OPT models among them) are flat and say nothing of their layout. `cfg` names the dimensions, the
-module order is known (tasks/families/opt.py), and every length must come out to the last element: what does not fit is an
-error, and so is what fits in more than one way. There is no table of model sizes.
+Files of 2022 (the released OPT models among them) are flat and say nothing of their layout. `cfg` names the
+dimensions, the module order is known (tasks/families/opt.py), and every length must come out to the last element:
+what does not fit is an error, and so is what fits in more than one way. There is no table of model sizes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from tasks.family import some
 from tasks.layout import fsdp_chunk
 
 Entry = tuple[str, tuple[int, ...]]
-# Learned positions have padding_idx + 1 rows more than positions (fairseq LearnedPositionalEmbedding; padding_idx is 1).
+# Learned positions have padding_idx + 1 rows more than positions (fairseq LearnedPositionalEmbedding; padding_idx is
+# 1).
 _EXTRA_POSITIONS = 2
 
 
@@ -75,8 +76,8 @@ def infer(
 ) -> tuple[tuple[FlatParameter, ...], list[Problem]]:
     """Return the flat parameters of one part, in the order of FSDP units: root first, then the layers.
 
-    `lengths` are those of every shard, padding included, by key. `fused` says whether k, v and q are one tensor; None: as
-    the model's kind tells. The two have equal lengths, so nothing in the file could tell.
+    `lengths` are those of every shard, padding included, by key. `fused` says whether k, v and q are one tensor;
+    None: as the model's kind tells. The two have equal lengths, so nothing in the file could tell.
     """
     if config is None:
         return (), [_cannot("there is no cfg either", "pass files that have cfg or shard_metadata")]
@@ -143,7 +144,7 @@ def _units(lengths: Mapping[str, int], config: ModelConfig) -> tuple[dict[str, l
 
 
 def _shapes(config: ModelConfig, num_mp: int, fused: bool) -> Iterator[Shape]:
-    """Yield the shape that cfg describes, then the ones that differ in what cfg is known to be silent or wrong about."""
+    """Yield the shape that cfg describes, then those that differ in what cfg is known to be silent about."""
     embed, inner = config.embed_dim or 0, config.ffn_dim or 0
     gate = config.activation.endswith("glu")
     stated = Shape(
@@ -190,7 +191,7 @@ def _fit(
 def _root_entries(
     length: int, layers: list[Entry], shape: Shape, num_mp: int, num_dp: int, config: ModelConfig
 ) -> list[Entry] | None:
-    """Find the one number of vocabulary rows with which the root comes out; None where there is none or no single one."""
+    """Find the one number of vocabulary rows with which the root comes out; None if there is not exactly one."""
     positions: list[Entry] = (
         [("decoder.embed_positions.weight", (shape.positions, shape.embed))] if shape.positions else []
     )
@@ -202,14 +203,14 @@ def _root_entries(
     rows = range(max(1, -(-fewest // shape.embed)), most // shape.embed + 1)
     if len(rows) > 1 and config.vocabulary is not None:
         # Four special symbols are added to the dictionary's size (metaseq `Dictionary`; fairseq's bos, pad, eos, unk).
-        rows = range(0, 0) if (config.vocabulary + 4) % num_mp else _only((config.vocabulary + 4) // num_mp, rows)
+        rows = range(0) if (config.vocabulary + 4) % num_mp else _only((config.vocabulary + 4) // num_mp, rows)
     if len(rows) != 1:
         return None
     return [("decoder.embed_tokens.weight", (rows[0], shape.embed)), *rest]
 
 
 def _only(item: int, among: range) -> range:
-    return range(item, item + 1) if item in among else range(0, 0)
+    return range(item, item + 1) if item in among else range(0)
 
 
 def _total(entries: list[Entry]) -> int:

@@ -1,6 +1,7 @@
 """Reads the objects of one metaseq file (tensors as references, never bytes) into a shard index.
 
-The layout of the objects follows metaseq `Trainer.state_dict` and fairscale `FullyShardedDataParallel.local_metadata_dict`.
+The layout of the objects follows metaseq `Trainer.state_dict` and fairscale
+`FullyShardedDataParallel.local_metadata_dict`.
 """
 
 from __future__ import annotations

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tasks.checkpoint import FlatParameter, ShardIndex, ShardMetadata, StoredTensor
+from tasks.checkpoint import FlatParameter, ModelConfig, ShardIndex, ShardMetadata
 from tasks.errors import ErrorKind, Problem
 from tasks.family import Family, global_shape, local_box, some
+from tasks.formats.metaseq_checks import coverage_problems, dimension_problems, find_ties, proven_equal
 from tasks.formats.metaseq_infer import infer
 from tasks.formats.metaseq_reader import is_flat_key
-from tasks.geometry import Box
-from tasks.layout import GlobalTensor, Mesh, Piece, SliceLayout, Stream, fsdp_chunk, tiling_faults
+from tasks.layout import GlobalTensor, Mesh, Piece, SliceLayout, Stream, fsdp_chunk
 from tasks.source import Padding, Source
 from tasks.torchfile.dtypes import ITEM_SIZE_BYTES
 
@@ -92,8 +92,7 @@ class _Builder:
                     hint="the files are of different checkpoints, or damaged",
                 )
                 return ()
-        config = next((index.config for index in self.indexes if index.config), None)
-        found, problems = infer(lengths, num_mp=self.mesh.mp, num_dp=self.mesh.dp, config=config, fused=fused)
+        found, problems = infer(lengths, num_mp=self.mesh.mp, num_dp=self.mesh.dp, config=self.config, fused=fused)
         self.problems += problems
         return found
 
@@ -217,7 +216,15 @@ class _Builder:
             return None
         return Stream(dtypes.pop(), total, chunk, tuple(numbers), tuple(offsets))
 
-    def _add(self, mp, named, stream, pieces, streams, label) -> None:  # type: ignore[no-untyped-def]
+    def _add(
+        self,
+        mp: int,
+        named: Iterable[tuple[str, tuple[int, ...]]],
+        stream: Stream,
+        pieces: list[Piece],
+        streams: list[Stream],
+        label: str,
+    ) -> None:
         """Add the pieces of the tensors that lie one after another in a stream."""
         offset = 0
         streams.append(stream)
@@ -296,49 +303,15 @@ class _Builder:
             )
 
     def check_coverage(self, slices: Sequence[SliceLayout]) -> None:
-        """Prove that the parts together hold each element of each tensor, and that shapes agree with each other."""
-        boxes: dict[str, set[Box]] = {}
-        holders: dict[str, set[int]] = {}
-        for mp, part in enumerate(slices):
-            for piece in part.pieces:
-                boxes.setdefault(piece.tensor, set()).add(piece.box)
-                holders.setdefault(piece.tensor, set()).add(mp)
-        for name, tensor in self.tensors.items():
-            absent = sorted(set(range(self.mesh.mp)) - holders[name])
-            if absent:
-                self.fault(
-                    "missing-tensors",
-                    f"{name} is not in the model-parallel parts {absent}",
-                    hint="the files are of different checkpoints, or damaged",
-                )
-            elif faults := tiling_faults(tensor.shape, sorted(boxes[name], key=lambda box: box.start)):
-                self.fault("not-covered", f"{name} is not covered exactly once by the parts", *faults)
-        self._check_dimensions()
+        self.problems += coverage_problems(self.tensors, slices)
+        self.problems += dimension_problems(self.tensors, self.mesh, self.family, self.config)
 
-    def _check_dimensions(self) -> None:
-        """Attention's rows and columns are one number in the whole model: a missing part shows here."""
-        for name, tensor in self.tensors.items():
-            if name.endswith((".k_proj.weight", ".v_proj.weight", ".q_proj.weight", ".out_proj.weight")):
-                if len(tensor.shape) == 2 and tensor.shape[0] != tensor.shape[1]:
-                    self.fault(
-                        "wrong-number-of-parts",
-                        f"{name} comes out as {tensor.shape} from {self.mesh.mp} "
-                        f"model-parallel parts; it must be square",
-                        hint="parts are missing or too many: pass the whole checkpoint",
-                    )
-        config = next((index.config for index in self.indexes if index.config), None)
-        if config is None:
-            return
-        numbers = {self.family.split_layer(name)[2] for name in self.tensors} - {()}
-        if config.layers is not None and len(numbers) != config.layers:
-            self.fault(
-                "missing-tensors",
-                f"cfg says {config.layers} layers, the files hold {len(numbers)}",
-                hint="the checkpoint is incomplete, or its cfg is of another model",
-            )
+    @property
+    def config(self) -> ModelConfig | None:
+        return next((index.config for index in self.indexes if index.config), None)
 
     def finish(self, slices: tuple[SliceLayout, ...], parameters: tuple[FlatParameter, ...]) -> Source:
-        ties, untested = self._ties()
+        ties, untested = find_ties(self.indexes, self.family, self.entries, self.config)
         flat = any(is_flat_key(tensor.name) for index in self.indexes for tensor in index.tensors)
         return Source(
             family=self.family,
@@ -354,55 +327,7 @@ class _Builder:
             ties=ties,
             untested_ties=untested,
             paddings=tuple(self.paddings),
-            config=next((index.config for index in self.indexes if index.config), None),
-            proven_equal=self._proven_equal(),
+            config=self.config,
+            proven_equal=proven_equal(self.indexes),
             dropped=tuple(sorted(set(self.dropped))),
         )
-
-    def _proven_equal(self) -> frozenset[str]:
-        """Name the tensors whose stored checksums prove all copies equal: CRC32 is one to one up to four bytes."""
-        seen: dict[str, set[tuple[int | None, bool]]] = {}
-        for index in self.indexes:
-            for tensor in index.tensors:
-                size = math.prod(tensor.shape) * ITEM_SIZE_BYTES[tensor.dtype]
-                seen.setdefault(tensor.name, set()).add((tensor.crc32 or None, size <= 4))
-        return frozenset(
-            name for name, found in seen.items() if len(found) == 1 and all(crc and small for crc, small in found)
-        )
-
-    def _ties(self) -> tuple[tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]:
-        """Find which tensors repeat others: stated, by one storage, or by cfg and equal checksums."""
-        metadata = self.indexes[0].metadata
-        stated = dict.fromkeys((b, a) for a, b in metadata.shared) if metadata else {}
-        ties = {b: a for b, a in stated if a in self.entries}
-        untested = {}
-        config = next((index.config for index in self.indexes if index.config), None)
-        for rule in self.family.rules:
-            if not rule.tied_to or rule.tied_to not in self.entries:
-                continue
-            name = rule.pattern.replace("\\", "")
-            if name in self.entries:
-                kind = self._stored_tie(rule.tied_to, name, config.ties_embeddings if config else None)
-                if kind is not None:
-                    ties[name] = rule.tied_to
-                if kind == "copy":
-                    untested[name] = rule.tied_to
-            elif config and config.ties_embeddings and any(is_flat_key(t.name) for t in self.indexes[0].tensors):
-                ties[name] = rule.tied_to  # FSDP keeps one of two tied parameters
-        pairs = tuple((a, b) for b, a in ties.items())
-        return pairs, tuple((a, b) for b, a in untested.items())
-
-    def _stored_tie(self, name: str, repeated: str, tied_by_config: bool | None) -> str | None:
-        pairs: list[tuple[StoredTensor, StoredTensor]] = []
-        for index in self.indexes:
-            stored = {tensor.name: tensor for tensor in index.tensors}
-            if name in stored and repeated in stored:
-                pairs.append((stored[name], stored[repeated]))
-        if pairs and all(
-            (a.storage, a.storage_offset, a.shape) == (b.storage, b.storage_offset, b.shape) for a, b in pairs
-        ):
-            return "view"
-        equal = bool(pairs) and all(a.crc32 is not None and a.crc32 == b.crc32 and a.shape == b.shape for a, b in pairs)
-        if tied_by_config or (tied_by_config is None and equal):
-            return "copy"
-        return None

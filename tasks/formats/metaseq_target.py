@@ -6,7 +6,6 @@ Nothing is dropped but by name. What the source held and no rule here speaks of 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,8 +33,8 @@ class TargetObjects:
 def provider_rank(source: Mesh, target: Mesh, mp: int, dp: int) -> tuple[int, int]:
     """Return the source rank from which a target file gets everything that is not a tensor of the model.
 
-    The same rank where the mesh is unchanged, else the nearest part. State that only global rank 0 has (the position in the
-    training data) goes to rank 0: others take theirs from another rank wherever there is one of that part.
+    The same rank where the mesh is unchanged, else the nearest part. State that only global rank 0 has (the position
+    in the training data) goes to rank 0: others take theirs from another rank wherever there is one of that part.
 
     >>> provider_rank(Mesh(2, 4), Mesh(2, 2), 1, 1), provider_rank(Mesh(2, 4), Mesh(4, 1), 1, 0)
     ((1, 1), (0, 1))
@@ -91,11 +90,10 @@ def _model(source: Source, target: Target, made: TargetObjects, *, mp: int, dp: 
         for name, repeated in target.ties:
             first = named[name]
             # Two tensors over one storage, as torch saves tied parameters.
-            named[repeated] = TensorRef(first.storage, 0, tuple(list(first.shape)), contiguous_stride(first.shape))
+            named[repeated] = TensorRef(first.storage, 0, fresh(first.shape), contiguous_stride(first.shape))
         return named
     roots = {unit.key for unit in target.units if not unit.path}
-    first = {key: tensor for key, tensor in units.items() if key in roots}
-    return first | named | units
+    return {key: units[key] for key in units if key in roots} | named | units
 
 
 def _tensor(made: TargetObjects, number: int, dtype: str, shape: tuple[int, ...]) -> TensorRef:
@@ -130,11 +128,16 @@ def _shard_metadata(source: Source, target: Target, dp: int) -> dict[str, Any]:
         )
         unit["params"][parameter.key.rpartition(".")[2]] = {
             "names": list(parameter.names),
-            "shapes": [tuple(list(shape)) for shape in parameter.shapes],
+            "shapes": [fresh(shape) for shape in parameter.shapes],
             "numels": numels,
             "padding": chunk - max(0, min(chunk, total - dp * chunk)),
         }
     return {"param_metadata": list(described.values()), "buffer_names": [entry.name for entry in target.named]}
+
+
+def fresh(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Copy a tuple: the pickler writes one object that stands in two places only once, and torch has two."""
+    return tuple(iter(shape))
 
 
 def _dotted(path: str) -> str:
@@ -179,6 +182,3 @@ def _update_config(cfg: object, source: Mesh, target: Target, mp: int, dp: int) 
 def passed_through(root: Any, made: TargetObjects) -> list[StorageRef]:
     """List the storages that are copied whole from the provider's file."""
     return [storage for storage in storages(root) if id(storage) not in made.storage_numbers]
-
-
-LocationOf = Mapping[StorageRef, tuple[int, int, int | None]]

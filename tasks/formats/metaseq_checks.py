@@ -1,0 +1,112 @@
+"""Pure. What must be true of the parts of a metaseq checkpoint together, and which of its tensors repeat others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+
+from tasks.checkpoint import ModelConfig, ShardIndex, StoredTensor
+from tasks.errors import ErrorKind, Problem
+from tasks.family import Family
+from tasks.formats.metaseq_reader import is_flat_key
+from tasks.geometry import Box
+from tasks.layout import GlobalTensor, Mesh, SliceLayout, tiling_faults
+from tasks.torchfile.dtypes import ITEM_SIZE_BYTES
+
+Pairs = tuple[tuple[str, str], ...]
+
+# Attention's rows and columns are one number in the whole model: a missing or extra part shows in these.
+_SQUARE = (".k_proj.weight", ".v_proj.weight", ".q_proj.weight", ".out_proj.weight")
+
+
+def coverage_problems(tensors: Mapping[str, GlobalTensor], slices: Sequence[SliceLayout]) -> list[Problem]:
+    """Prove that every part holds every tensor, and that the parts together hold each element exactly once."""
+    boxes: dict[str, set[Box]] = {}
+    holders: dict[str, set[int]] = {}
+    for mp, part in enumerate(slices):
+        for piece in part.pieces:
+            boxes.setdefault(piece.tensor, set()).add(piece.box)
+            holders.setdefault(piece.tensor, set()).add(mp)
+    problems = []
+    for name, tensor in tensors.items():
+        absent = sorted(set(range(len(slices))) - holders[name])
+        if absent:
+            message = f"{name} is not in the model-parallel parts {absent}"
+            hint = "the files are of different checkpoints, or damaged"
+            problems.append(Problem(ErrorKind.SOURCE, "missing-tensors", message, hint=hint))
+        elif faults := tiling_faults(tensor.shape, list(boxes[name])):
+            message = f"{name} is not covered exactly once by the parts"
+            problems.append(Problem(ErrorKind.SOURCE, "not-covered", message, tuple(faults)))
+    return problems
+
+
+def dimension_problems(
+    tensors: Mapping[str, GlobalTensor], mesh: Mesh, family: Family, config: ModelConfig | None
+) -> list[Problem]:
+    """Hold the shapes of the whole against each other, and against what cfg says of the model."""
+    problems = []
+    for name, tensor in tensors.items():
+        if name.endswith(_SQUARE) and len(tensor.shape) == 2 and tensor.shape[0] != tensor.shape[1]:
+            message = f"{name} comes out as {tensor.shape} from {mesh.mp} model-parallel parts; it must be square"
+            hint = "parts are missing, or too many: pass the whole checkpoint"
+            problems.append(Problem(ErrorKind.SOURCE, "wrong-number-of-parts", message, hint=hint))
+    layers = {family.split_layer(name)[2] for name in tensors} - {()}
+    if config is not None and config.layers is not None and len(layers) != config.layers:
+        message = f"cfg says {config.layers} layers, the files hold {len(layers)}"
+        hint = "the checkpoint is incomplete, or its cfg is of another model"
+        problems.append(Problem(ErrorKind.SOURCE, "missing-tensors", message, hint=hint))
+    return problems
+
+
+def proven_equal(indexes: Sequence[ShardIndex]) -> frozenset[str]:
+    """Name the tensors whose stored checksums prove all copies equal: CRC32 is one to one up to four bytes."""
+    seen: dict[str, set[tuple[int | None, bool]]] = {}
+    for index in indexes:
+        for tensor in index.tensors:
+            size = math.prod(tensor.shape) * ITEM_SIZE_BYTES[tensor.dtype]
+            seen.setdefault(tensor.name, set()).add((tensor.crc32 or None, size <= 4))
+    return frozenset(name for name, found in seen.items() if len(found) == 1 and all(map(all, found)))
+
+
+def find_ties(
+    indexes: Sequence[ShardIndex], family: Family, names: Collection[str], config: ModelConfig | None
+) -> tuple[Pairs, Pairs]:
+    """Find which tensors repeat others: stated, by one storage, or by cfg, or by equal checksums where cfg is silent.
+
+    Returns (all ties, those between two stored copies whose bytes are still to be compared), as pairs of a name and
+    the name that repeats it.
+    """
+    metadata = indexes[0].metadata
+    ties = {repeated: name for name, repeated in metadata.shared if name in names} if metadata else {}
+    untested = {}
+    says = config.ties_embeddings if config else None
+    for rule in family.rules:
+        name = rule.pattern.replace("\\", "")
+        if not rule.tied_to or rule.tied_to not in names:
+            continue
+        if name in names:
+            kind = _stored_tie(indexes, rule.tied_to, name, says)
+            if kind:
+                ties[name] = rule.tied_to
+            if kind == "copy":
+                untested[name] = rule.tied_to
+        elif says and any(is_flat_key(tensor.name) for tensor in indexes[0].tensors):
+            ties[name] = rule.tied_to  # FSDP keeps one of two tied parameters
+    return tuple((a, b) for b, a in ties.items()), tuple((a, b) for b, a in untested.items())
+
+
+def _stored_tie(indexes: Sequence[ShardIndex], name: str, repeated: str, tied_by_config: bool | None) -> str:
+    """Tell how two stored tensors are tied: as a 'view' of one storage, as a 'copy', or '' where they are not."""
+    pairs: list[tuple[StoredTensor, StoredTensor]] = []
+    for index in indexes:
+        stored = {tensor.name: tensor for tensor in index.tensors}
+        if name in stored and repeated in stored:
+            pairs.append((stored[name], stored[repeated]))
+    if pairs and all(_place(a) == _place(b) for a, b in pairs):
+        return "view"
+    equal = bool(pairs) and all(a.crc32 and a.crc32 == b.crc32 and a.shape == b.shape for a, b in pairs)
+    return "copy" if tied_by_config or (tied_by_config is None and equal) else ""
+
+
+def _place(tensor: StoredTensor) -> tuple[str, int, tuple[int, ...]]:
+    return tensor.storage, tensor.storage_offset, tensor.shape
