@@ -1,4 +1,4 @@
-"""Pure: names of files, as local paths or URLs. Nothing here looks at storage.
+"""Names of files, as local paths or URLs. Nothing here looks at storage.
 
 >>> join("s3://bucket/run", "part 1.pt")
 's3://bucket/run/part 1.pt'

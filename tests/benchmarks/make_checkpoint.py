@@ -1,6 +1,6 @@
 """Makes flat checkpoints like metaseq's trainer: real ones of random numbers, and sparse ones with true headers only.
 
-One shard is in memory at a time. The numbers depend only on the tensor, the part and the element, so replicas are equal.
+One shard is in memory at a time. The numbers depend on the tensor, the part and the element alone: replicas are equal.
 """
 
 from __future__ import annotations
@@ -59,9 +59,7 @@ def key(path: str) -> str:
     return f"{path}.flat_param_0" if path else "flat_param_0"
 
 
-def _objects(
-    shape: ModelShape, flat: dict[str, torch.Tensor], num_mp: int, num_dp: int, dp: int
-) -> dict[str, Any]:
+def _objects(shape: ModelShape, flat: dict[str, torch.Tensor], num_mp: int, num_dp: int, dp: int) -> dict[str, Any]:
     root = {"flat_param_0": flat["flat_param_0"], "decoder.version": torch.tensor([3.0], dtype=torch.float16)}
     return {
         "cfg": shape.config(num_mp, num_dp),

@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks.older_way SOURCE TARGET --source-mp 2 --source-dp 4 --mp 4 --dp 2 --gigabytes 2
 
-It does what metaseq's scripts (reshard_fsdp.py, then reshard_mp.py) do, but in one go, without the files between the two,
-and lets go of the shards as soon as it can. Prints its seconds without imports, and its memory, as JSON.
+It does what metaseq's scripts (reshard_fsdp.py, then reshard_mp.py) do, but in one go, without the files between the
+two, and lets go of the shards as soon as it can. Prints its seconds without imports, and its memory, as JSON.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _TIE = ("decoder.embed_tokens.weight", "decoder.output_projection.weight")
 
 def reshard(source: Path, target: Path, shape: ModelShape, old: tuple[int, int], new: tuple[int, int] | None) -> None:
     """Write the target: flat shards for the mesh `new`, or one file of named tensors where it is None."""
-    parts, rest = [], {}
+    parts: list[Named] = []
+    rest: dict[str, Any] = {}
     for mp in range(old[0]):
         shards = [
             torch.load(source / file_name(mp, dp), map_location="cpu", weights_only=False) for dp in range(old[1])
@@ -55,7 +56,7 @@ def _unflatten(shards: list[Named], shape: ModelShape, num_mp: int) -> Named:
     for path, entries in shape.units(num_mp):
         flat = torch.cat([shard.pop(key(path)) for shard in shards])
         sizes = [math.prod(dims) for _, dims in entries]
-        for (name, dims), piece in zip(entries, flat[: sum(sizes)].split(sizes), strict=True):
+        for (name, dims), piece in zip(entries, torch.split(flat[: sum(sizes)], sizes), strict=True):
             named[f"{path}.{name}" if path else name] = piece.view(dims)
     return named
 
@@ -84,7 +85,7 @@ def _flatten(named: Named, shape: ModelShape, mesh: tuple[int, int]) -> dict[str
         glued = torch.cat([named[f"{path}.{name}" if path else name].reshape(-1) for name, _ in entries])
         chunk = chunk_of(entries, mesh[1])
         padded = torch.nn.functional.pad(glued, (0, chunk * mesh[1] - len(glued)))
-        flat[key(path)] = padded.split(chunk)
+        flat[key(path)] = torch.split(padded, chunk)
     return {name: chunks if len(chunks) > 1 else chunks * mesh[1] for name, chunks in flat.items()}
 
 

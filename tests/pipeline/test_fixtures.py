@@ -1,7 +1,7 @@
 """Checkpoints of the real producers (metaseq's trainer, fairscale) against their unsharded truth.
 
-Flat targets are read by fairscale's own `consolidate_shard_weights`, then merged over model-parallel parts by metaseq's own
-`partition_dim`: nothing of ours takes part in the reading.
+Flat targets are read by fairscale's own `consolidate_shard_weights`, then merged over model-parallel parts by
+metaseq's own `partition_dim`: nothing of ours takes part in the reading.
 """
 
 from __future__ import annotations
