@@ -22,7 +22,8 @@ from pipeline.options import Request, check_request
 from pipeline.planning import Plan, index_here, make_plan
 from pipeline.target_folder import TargetFolder
 from tasks.checkpoint import ShardIndex
-from tasks.errors import ErrorKind, error, raise_if
+from tasks.checksums import check_records
+from tasks.errors import ErrorKind, Problem, error, raise_if
 from tasks.formats.metaseq_files import Found
 from tasks.regroup_mp_slice import SliceSummary, regroup_mp_slice
 from tasks.storage import TransientStorageError
@@ -117,9 +118,29 @@ def execute(request: Request, found: Found, execution: Executor, progress: Progr
             say(f"{len(finished)} of {len(plan.ranks())} files are finished already")
         progress.begin("writing target files", len(third))
         written = [item for item in execution.run(third).values() if isinstance(item, ShardResult)]
+    proven = _check_source(plan, [*summaries, *written])
     results = sorted([*finished.values(), *written], key=lambda result: (result.mp, result.dp))
     folder.commit(results)
-    return _result(plan, folder.url, summaries, written, times)
+    return {**_result(plan, folder.url, summaries, written, times), "source_records_proven": proven}
+
+
+def _check_source(plan: Plan, read: Sequence[SliceSummary | ShardResult]) -> int:
+    """Hold what was read against the checksums in the source's files; return how many storages are proven whole."""
+    proven, damaged = check_records(plan.records, (item for result in read for item in result.read_ranges))
+    raise_if(
+        Problem(
+            ErrorKind.SOURCE,
+            "source-damaged",
+            f"{plan.source.files[record.file].url}: the bytes of {record.tensor} are not those that were saved",
+            (
+                f"declared: CRC32 {record.crc32:08x} of {record.size_bytes} bytes at offset {record.offset_bytes}",
+                "actual: another",
+            ),
+            "copy the file again from where it was saved; nothing was published",
+        )
+        for record in damaged
+    )
+    return proven
 
 
 @contextmanager

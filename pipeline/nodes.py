@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pyarrow as pa
@@ -46,8 +46,13 @@ def write(
     if dp == 0:
         save_table(paths["plan"], table)
     result = write_target_shard(source, target, mp, dp, paths["file"], paths["temporary"], memory_bytes, table)
-    storage.write_small(paths["record"], json.dumps({"plan_id": paths["plan_id"], **asdict(result)}).encode())
+    storage.write_small(paths["record"], record_of(paths["plan_id"], result))
     return result, None
+
+
+def record_of(plan_id: str, result: ShardResult) -> bytes:
+    """Make the completion record of a file; which ranges were read is for this run alone."""
+    return json.dumps({"plan_id": plan_id, **asdict(replace(result, read_ranges=()))}).encode()
 
 
 def save_table(url: str, table: pa.Table) -> None:

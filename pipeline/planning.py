@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
 from pipeline.options import Request
 from tasks.checkpoint import ShardIndex
+from tasks.checksums import Record
 from tasks.errors import ErrorKind, Problem, error, raise_if
 from tasks.families.opt import OPT
 from tasks.family import some
@@ -20,6 +22,7 @@ from tasks.formats.metaseq_target import dropped_state
 from tasks.layout import Mesh
 from tasks.source import Source
 from tasks.target import Target, TargetOptions, plan_target
+from tasks.torchfile.dtypes import ITEM_SIZE_BYTES
 from tasks.unflatten_source_shard import unflatten_source_shard
 from tasks.write_target_shard import projected_memory_bytes
 
@@ -41,6 +44,8 @@ class Plan:
     dropped: tuple[str, ...]
     "what the source holds and the target does not, by name"
     notes: tuple[str, ...]
+    records: tuple[Record, ...]
+    "storages of the source with the checksums that their files state"
 
     def file_name(self, mp: int, dp: int) -> str:
         options = self.target.options
@@ -99,6 +104,23 @@ def make_plan(request: Request, found: Found, indexes: Sequence[ShardIndex]) -> 
         plan_id=_plan_id(source, options, request),
         dropped=_dropped(state, indexes, source, options),
         notes=_notes(found, source, options),
+        records=_records(source, indexes),
+    )
+
+
+def _records(source: Source, indexes: Sequence[ShardIndex]) -> tuple[Record, ...]:
+    numbers = {identity: number for number, identity in enumerate(source.files)}
+    return tuple(
+        Record(
+            numbers[index.identity],
+            tensor.offset_bytes,
+            math.prod(tensor.shape) * ITEM_SIZE_BYTES[tensor.dtype],
+            tensor.crc32,
+            tensor.name,
+        )
+        for index in indexes
+        for tensor in index.tensors
+        if tensor.crc32  # 0: the writer left it out
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
+from tasks.checksums import Trail
 from tasks.storage import ByteReader, FileIdentity, open_reader
 
 # A worker seldom reads from more than this many files at a time; open files are a bounded resource.
@@ -14,10 +15,14 @@ _MOST_OPEN = 64
 
 
 class ReaderPool:
-    """Readers by file number; counts what is read. Leaving the context checks that no file has changed."""
+    """Readers by file number; counts what is read, and keeps its checksums where a trail is given.
 
-    def __init__(self, files: Sequence[FileIdentity]) -> None:
+    Leaving the context checks that no file has changed.
+    """
+
+    def __init__(self, files: Sequence[FileIdentity], trail: Trail | None = None) -> None:
         self._files = files
+        self._trail = trail
         self._open: OrderedDict[int, ByteReader] = OrderedDict()
         self.bytes_read = 0
         self.num_requests = 0
@@ -25,6 +30,8 @@ class ReaderPool:
     def read_into(self, file: int, offset_bytes: int, buffer: memoryview) -> None:
         """Fill the buffer from a file, or raise."""
         self._reader(file).read_into(offset_bytes, buffer)
+        if self._trail is not None:
+            self._trail.add(file, offset_bytes, buffer)
         self.bytes_read += buffer.nbytes
         self.num_requests += 1
 

@@ -15,6 +15,7 @@ from typing import TypeVar
 import numpy as np
 import pyarrow as pa
 
+from tasks.checksums import Range, Trail
 from tasks.compare import check_padding, compare_copies
 from tasks.errors import Problem, ReshardError
 from tasks.gather import SCRATCH_BYTES
@@ -42,6 +43,8 @@ class SliceSummary:
     compared_bytes: int
     "read to compare copies"
     problems: tuple[Problem, ...]
+    read_ranges: tuple[Range, ...] = ()
+    "what was read to compare, with checksums"
 
 
 def regroup_mp_slice(
@@ -50,10 +53,10 @@ def regroup_mp_slice(
     """Plan one part of the target; `compare=False` leaves out everything that reads tensor bytes (for a dry run)."""
     copies = source_copies(source)
     table, problems = plan_slice(source, target, mp, copies=copies, replica_part=replica_part)
-    compared = 0
+    compared, trail = 0, Trail()
     if compare:
         try:
-            with ReaderPool(source.files) as readers:
+            with ReaderPool(source.files, trail) as readers:
                 problems += _compare(source, target, mp, replica_part, copies, readers)
                 compared = readers.bytes_read
         except ReshardError as fault:
@@ -69,6 +72,7 @@ def regroup_mp_slice(
             num_requests=int((-(-spans // SCRATCH_BYTES)).sum()),
             compared_bytes=compared,
             problems=tuple(problems),
+            read_ranges=trail.ranges(),
         ),
         table,
     )

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 from isal import isal_zlib
 
+from tasks.checksums import Range, Trail
 from tasks.errors import ErrorKind, ReshardError, error
 from tasks.formats.metaseq_target import make_objects, provider_rank
 from tasks.gather import SCRATCH_BYTES, Bytes, Gatherer, Rows, rows_of_storages
@@ -48,6 +49,8 @@ class ShardResult:
     seconds: float
     peak_memory_bytes: int
     "of the worker process since its start"
+    read_ranges: tuple[Range, ...] = ()
+    "what was read of the source, with checksums"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,8 @@ def write_target_shard(
     """Write the target file (mp, dp) to `url`. `table` is its part's plan, as `regroup_mp_slice` hands it on."""
     began = time.monotonic()
     try:
-        with ReaderPool(source.files) as readers:
+        trail = Trail()
+        with ReaderPool(source.files, trail) as readers:
             layout, bodies = plan_file(source, target, mp, dp, url, rows_of_file(table, dp), readers)
             with open_writer(url, layout.size_bytes, temporary_directory=temporary_directory) as writer:
                 crc32 = _stream(
@@ -95,6 +99,7 @@ def write_target_shard(
         num_requests=readers.num_requests,
         seconds=time.monotonic() - began,
         peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        read_ranges=trail.ranges(),
     )
 
 

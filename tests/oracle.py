@@ -379,6 +379,15 @@ def write(
     return paths
 
 
+def settle(path: Path) -> None:
+    """Write a file anew from what torch.load makes of it.
+
+    Loading interns the attribute names of a Namespace, so which strings are one object differs from the first save to the
+    second, and with it the pickle; from then on it stays the same.
+    """
+    torch.save(load(path), path)
+
+
 def wrapped(objects: Objects, *, flat_name: str = "flat_param_0") -> Objects:
     """Put wrapper modules back into the names, as hooks that did not run leave them; rename the flat parameters."""
 

@@ -31,6 +31,7 @@ from tests.oracle import (
     objects_of,
     ranks,
     read,
+    settle,
     write,
 )
 from tests.pipeline.inline_run import ShuffledExecution, contents, plan_of, reshard, shards
@@ -129,7 +130,8 @@ def test_any_layout_from_any_other_equals_a_naive_unshard_then_shard(
 ) -> None:
     model, (first, second) = journey
     with scratch_folder() as folder:
-        write(folder / "a", model, first, random_parts=random_parts)
+        for path in write(folder / "a", model, first, random_parts=random_parts):
+            settle(path)
         go(folder / "a", folder / "b", second)
         assert_target(folder / "b", model, second, random_parts=random_parts and first.mp == second.mp)
         for path in shards(folder / "b")[:3]:

@@ -1,0 +1,94 @@
+"""Pure. Holds the bytes that were read against the checksums that the training job stored in its files.
+
+Nothing in torch checks them on loading, so a damaged file loads silently. Every byte that goes into a target is read
+once, and CRC32s of neighbouring ranges combine, so a source is checked without reading it twice.
+
+>>> trail = Trail()
+>>> trail.add(0, 100, b"ab"); trail.add(0, 102, b"c"); trail.add(1, 0, b"d")
+>>> len(trail.ranges())
+2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from isal import isal_zlib
+
+Range = tuple[int, int, int, int]
+"(number of the file, offset in bytes, length in bytes, CRC32)"
+
+
+class Trail:
+    """The ranges that were read, those that follow each other joined."""
+
+    def __init__(self) -> None:
+        self._ends: dict[tuple[int, int], Range] = {}
+
+    def add(self, file: int, offset_bytes: int, data: bytes | memoryview) -> None:
+        """Note a range just read."""
+        length, crc = len(data), isal_zlib.crc32(data)
+        before = self._ends.pop((file, offset_bytes), None)
+        if before is not None:
+            crc = isal_zlib.crc32_combine(before[3], crc, length)
+            offset_bytes, length = before[1], before[2] + length
+        self._ends[file, offset_bytes + length] = (file, offset_bytes, length, crc)
+
+    def ranges(self) -> tuple[Range, ...]:
+        return tuple(self._ends.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A storage in a source file, with the checksum that the file states for it."""
+
+    file: int
+    offset_bytes: int
+    size_bytes: int
+    crc32: int
+    tensor: str
+
+
+def check_records(records: Iterable[Record], ranges: Iterable[Range]) -> tuple[int, list[Record]]:
+    """Return how many records the ranges prove whole, and those that are damaged.
+
+    A record counts where ranges tile it; what is missing at its end is taken for padding, which is zeros. Where
+    several readers took overlapping spans of strided tensors, a record can stay unproven.
+    """
+    by_start: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for file, offset, length, crc in ranges:
+        by_start.setdefault((file, offset), []).append((length, crc))
+    proven, damaged = 0, []
+    for record in records:
+        verdict = _verdict(record, by_start)
+        proven += verdict is True
+        if verdict is False:
+            damaged.append(record)
+    return proven, damaged
+
+
+# Padding is less than one element a rank; what is longer was not read, and says nothing.
+_LONGEST_PADDING_BYTES = 1 << 16
+
+
+def _verdict(record: Record, by_start: dict[tuple[int, int], list[tuple[int, int]]]) -> bool | None:
+    """Follow ranges from the record's start to its end; several may start at one place."""
+    end = record.offset_bytes + record.size_bytes
+    # Positions reached, with the CRC32 of everything before them.
+    reached = {record.offset_bytes: 0}
+    waiting = [record.offset_bytes]
+    while waiting and end not in reached:
+        at = waiting.pop()
+        for length, piece in by_start.get((record.file, at), ()):
+            if at + length <= end and at + length not in reached:
+                reached[at + length] = isal_zlib.crc32_combine(reached[at], piece, length)
+                waiting.append(at + length)
+    if end in reached:
+        return reached[end] == record.crc32
+    missing = end - max(reached)
+    if missing == record.size_bytes or missing > _LONGEST_PADDING_BYTES:
+        return None
+    crc = isal_zlib.crc32_combine(reached[max(reached)], isal_zlib.crc32(bytes(missing)), missing)
+    # Padding that is not zero is nobody's data: only a match proves something.
+    return True if crc == record.crc32 else None
