@@ -16,7 +16,7 @@ from tasks.families.opt import OPT
 from tasks.formats.metaseq_files import Found
 from tasks.formats.metaseq_source import build_source
 from tasks.source import Source
-from tasks.target import possible_parts
+from tasks.target_checks import possible_parts
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -40,6 +40,7 @@ class Request:
     flat: bool | None = None
     dtype: str = ""
     keep_state: bool = True
+    moments_dtype: str = ""
     projection: Projection = Projection.KEEP
     prefix: str = ""
     checkpoint: str = ""
@@ -107,6 +108,12 @@ def make_parser() -> argparse.ArgumentParser:
     shape.add_argument(
         "--state", choices=("keep", "drop"), default="keep", help="optimizer and EMA (default: %(default)s)"
     )
+    shape.add_argument(
+        "--moments",
+        choices=("keep", "fp32"),
+        default="keep",
+        help="dtype of the optimizer's moments; fp32 takes up the factors of fp16 moments (default: %(default)s)",
+    )
     shape.add_argument("--qkv", choices=tuple(Projection), default="keep", help="k, v, q in one tensor or three")
     shape.add_argument("--prefix", default="", metavar="NAME", help="of the target files (default: as in the source)")
     source = parser.add_argument_group("reading the source")
@@ -157,6 +164,7 @@ def parse_request(arguments: Sequence[str] | None = None) -> Request:
         flat=flat,
         dtype=DTYPES[words.dtype],
         keep_state=words.state == "keep",
+        moments_dtype="" if words.moments == "keep" else DTYPES[words.moments],
         projection=Projection(words.qkv),
         prefix=words.prefix,
         checkpoint=words.checkpoint,

@@ -14,10 +14,10 @@ from tasks.checkpoint import ShardIndex
 from tasks.checksums import Record
 from tasks.errors import ErrorKind, Problem, error, raise_if
 from tasks.families.opt import OPT
-from tasks.family import some
 from tasks.formats.metaseq_files import Found, ShardFile
 from tasks.formats.metaseq_names import target_name
 from tasks.formats.metaseq_source import build_source
+from tasks.formats.metaseq_state_source import add_state
 from tasks.formats.metaseq_target import dropped_state
 from tasks.layout import Mesh
 from tasks.source import Source
@@ -69,15 +69,12 @@ def make_plan(request: Request, found: Found, indexes: Sequence[ShardIndex]) -> 
         raise_if(problems)
         raise error(ErrorKind.PLAN, "no-source", "the source could not be put together")
     state = sorted({part.name for index in indexes for part in index.training_state})
-    if state and request.keep_state:
-        problems.append(
-            Problem(
-                ErrorKind.PLAN,
-                "training-state",
-                f"the source holds training state: {some(state)}",
-                hint="pass --state drop to write the weights without it; resharding it is not supported yet",
-            )
-        )
+    if request.keep_state:
+        order = {identity: number for number, identity in enumerate(source.files)}
+        in_order = sorted(indexes, key=lambda index: order[index.identity]) if state else []
+        problems += [problem for index in in_order for problem in index.state_problems]
+        if state and not problems:
+            source, problems = add_state(source, in_order)
     options = _options(request, found, source)
     if not options.flat and options.mesh.dp > 1:
         message = f"an unflat target has one file for each model-parallel part, not {options.mesh.dp}"
@@ -102,7 +99,7 @@ def make_plan(request: Request, found: Found, indexes: Sequence[ShardIndex]) -> 
         source=source,
         target=target,
         plan_id=_plan_id(source, options, request),
-        dropped=_dropped(state, indexes, source, options),
+        dropped=_dropped([] if request.keep_state else state, indexes, source, options),
         notes=_notes(found, source, options),
         records=_records(source, indexes),
     )
@@ -135,6 +132,8 @@ def _options(request: Request, found: Found, source: Source) -> TargetOptions:
         dtype=request.dtype,
         projection=request.projection,
         heads=request.heads,
+        keep_state=request.keep_state,
+        moments_dtype=request.moments_dtype,
     )
 
 

@@ -87,6 +87,33 @@ class StatePart:
 
 
 @dataclass(frozen=True, slots=True)
+class ParameterState:
+    """The optimizer's state of one parameter: of a flat one, or of a named one where the state is not sharded."""
+
+    number: int
+    "the optimizer's id of the parameter"
+    moments: tuple[tuple[str, StoredTensor], ...]
+    "(exp_avg and the like, where it stands)"
+    scalars: tuple[tuple[str, str], ...]
+    "(step and the like, what stands for its value when files are compared)"
+    scales: tuple[tuple[str, float], ...] = ()
+    "(moment, the factor that its stored numbers are to be multiplied by)"
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerIndex:
+    """`last_optimizer_state` of one file."""
+
+    parameters: tuple[ParameterState, ...]
+    groups: tuple[tuple[int, ...], ...]
+    "ids of the parameters of each of `param_groups`"
+    id_map: tuple[tuple[int, int | None], ...] | None = None
+    "(id of a named parameter, id of its flat one): there where the state is unsharded (fairscale `param_id_map`)"
+    names: tuple[tuple[int, str], ...] = ()
+    "of the named parameters, where the file states them (this tool's own files do)"
+
+
+@dataclass(frozen=True, slots=True)
 class ShardIndex:
     """All that planning needs to know of one source file."""
 
@@ -102,9 +129,14 @@ class ShardIndex:
     "of the top level; empty for a bare state dict"
     training_state: tuple[StatePart, ...] = ()
     other_tensors: tuple[StatePart, ...] = ()
+    optimizer: OptimizerIndex | None = None
+    averages: tuple[tuple[str, tuple[StoredTensor, ...]], ...] = ()
+    "moving averages of the weights: (key in extra_state, its tensors)"
     bytes_read: int = 0
     num_requests: int = 0
     problems: tuple[Problem, ...] = field(default=())
+    state_problems: tuple[Problem, ...] = ()
+    "of the training state alone"
 
     @property
     def label(self) -> str:

@@ -19,6 +19,8 @@ from tasks.geometry import Box
 # `_clean_path`).
 _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_fpw_module"})
 
+_LEGACY_NORM = re.compile(r"(.*ffn_layernorm)\.lns\.(\d+)\.(weight|bias)")
+
 
 def clean_name(name: str) -> str:
     """
@@ -26,6 +28,15 @@ def clean_name(name: str) -> str:
     'decoder.layers.0.fc1.weight'
     """
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def modern_name(name: str) -> str:
+    """Return the name that a norm of old normformer runs (one for each part, in a list) has in the whole model.
+
+    >>> modern_name("decoder.layers.0.ffn_layernorm.lns.1.bias")
+    'decoder.layers.0.ffn_layernorm.bias'
+    """
+    return _LEGACY_NORM.sub(r"\1.\3", name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,13 @@ imported only then.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from tasks.errors import ErrorKind, error
+from tasks.convert import convert
 from tasks.intersection import Int64
 from tasks.plan import DTYPES
 from tasks.reader_pool import ReaderPool
@@ -38,6 +39,10 @@ class Rows:
     source_start: Int64
     source_stride: Int64
     source_run: Int64
+    factor: npt.NDArray[np.float64]
+    "what the source's numbers are multiplied by; mostly 1"
+    target_scale: float
+    "what the target's numbers are to be multiplied by, as the target's objects state it"
     source_dtype: str
     target_dtype: str
 
@@ -53,7 +58,8 @@ class Rows:
 
 def rows_of_storages(table: pa.Table) -> dict[int, Rows]:
     """Group the rows of one target file by storage, joining segments that follow each other on both sides."""
-    columns = {name: np.asarray(table.column(name)).astype(np.int64) for name in table.column_names}
+    columns = {name: np.asarray(table.column(name)) for name in table.column_names}
+    columns = {name: column if name == "scale" else column.astype(np.int64) for name, column in columns.items()}
     storages = columns["storage"]
     bounds = np.flatnonzero(np.diff(storages)) + 1
     begins, ends = np.append(0, bounds), np.append(bounds, len(storages))
@@ -64,22 +70,26 @@ def rows_of_storages(table: pa.Table) -> dict[int, Rows]:
     }
 
 
-def _rows(columns: dict[str, Int64]) -> Rows:
+def _rows(columns: dict[str, npt.NDArray[Any]]) -> Rows:
     codes = {(int(a), int(b)) for a, b in zip(columns["source_dtype"], columns["target_dtype"], strict=True)}
     if len(codes) != 1:
         raise ValueError(f"one storage is planned from several dtypes: {sorted(codes)}")
     source_code, target_code = codes.pop()
     run, source_run = (columns["run_elements"] * _ITEM_SIZES[code] for code in (target_code, source_code))
     start, source_start, file = columns["storage_offset_bytes"], columns["source_offset_bytes"], columns["source_file"]
+    scale = columns["scale"]
     single = columns["num_runs"] == 1
     follows = (
         single[1:]
         & single[:-1]
         & (file[1:] == file[:-1])
+        & (scale[1:] == scale[:-1])
         & (start[1:] == start[:-1] + run[:-1])
         & (source_start[1:] == source_start[:-1] + source_run[:-1])
     )
     heads = np.flatnonzero(np.append(True, ~follows))
+    # One storage has one scale. Of several, the largest: the others' numbers become smaller, and never overflow.
+    target_scale = 1.0 if source_code != target_code else float(scale.max())
     return Rows(
         start=start[heads],
         stride=columns["storage_stride_bytes"][heads],
@@ -89,6 +99,8 @@ def _rows(columns: dict[str, Int64]) -> Rows:
         source_start=source_start[heads],
         source_stride=columns["source_stride_bytes"][heads],
         source_run=np.add.reduceat(source_run, heads),
+        factor=scale[heads] / target_scale,
+        target_scale=target_scale,
         source_dtype=DTYPES[source_code],
         target_dtype=DTYPES[target_code],
     )
@@ -154,7 +166,8 @@ class Gatherer:
         source_length = length // target_size * source_size
         source_stride = int(rows.source_stride[row])
         file, stride = int(rows.file[row]), int(rows.stride[row])
-        casts = rows.source_dtype != rows.target_dtype
+        factor = float(rows.factor[row])
+        casts = rows.source_dtype != rows.target_dtype or factor != 1
         if count == 1 and not casts:
             self._readers.read_into(file, source_at, window[at : at + length].data)
             return
@@ -168,7 +181,7 @@ class Gatherer:
         here = np.lib.stride_tricks.as_strided(span, (count, source_length), (source_stride, 1))
         there = np.lib.stride_tricks.as_strided(window[at:], (count, length), (stride, 1))
         if casts:
-            _cast(here, rows.source_dtype, there, rows.target_dtype)
+            convert(here, rows.source_dtype, there, rows.target_dtype, factor)
         else:
             np.copyto(there, here)
 
@@ -176,22 +189,3 @@ class Gatherer:
         if len(self._scratch) < num_bytes:
             self._scratch = np.empty(max(num_bytes, min(self._scratch_bytes, 1 << 16)), np.uint8)
         return self._scratch[:num_bytes]
-
-
-def _cast(source: Bytes, source_dtype: str, target: Bytes, target_dtype: str) -> None:
-    """Cast as torch does; a finite number that becomes infinite is an error."""
-    import torch
-
-    numbers = torch.from_numpy(np.ascontiguousarray(source)).view(getattr(torch, source_dtype))
-    cast = numbers.to(getattr(torch, target_dtype))
-    overflown = torch.isinf(cast) & torch.isfinite(numbers)
-    if bool(overflown.any()):
-        worst = float(numbers[overflown].abs().max())
-        raise error(
-            ErrorKind.PLAN,
-            "cast-overflow",
-            f"{int(overflown.sum())} weights are too large for {target_dtype}",
-            context=(f"the largest of them is {worst:g} in {source_dtype}",),
-            hint="use --dtype bf16, fp32 or keep",
-        )
-    np.copyto(target, cast.view(torch.uint8).numpy())

@@ -41,6 +41,29 @@ class GlobalTensor:
     "buffers keep their dtype when weights are cast, and are never flattened"
 
 
+# Training state is named after its parameter; no parameter's name has this character.
+_STATE_MARK = "|"
+
+
+def state_key(state: str, name: str) -> str:
+    """Return the name of a tensor's training state: `state` is 'exp_avg', 'ema' and so on, '' for the weight itself.
+
+    >>> state_key("exp_avg", "fc1.weight"), state_key("", "fc1.weight")
+    ('exp_avg|fc1.weight', 'fc1.weight')
+    """
+    return f"{state}{_STATE_MARK}{name}" if state else name
+
+
+def split_key(key: str) -> tuple[str, str]:
+    """Return (state, name of the weight).
+
+    >>> split_key("exp_avg|fc1.weight"), split_key("fc1.weight")
+    (('exp_avg', 'fc1.weight'), ('', 'fc1.weight'))
+    """
+    state, _, name = key.rpartition(_STATE_MARK)
+    return state, name
+
+
 @dataclass(frozen=True, slots=True)
 class Stream:
     """A row of elements over one or more places; place i holds elements [i * chunk, (i + 1) * chunk) of it.
@@ -57,6 +80,8 @@ class Stream:
     "for each place, the number of its file"
     offsets_bytes: tuple[int, ...]
     "for each place, where its first element stands: in a source, in the file; in a target, in its storage"
+    scales: tuple[float, ...] = ()
+    "for each place, what its numbers are to be multiplied by; empty: nothing"
 
     def __post_init__(self) -> None:
         if len(self.files) != len(self.offsets_bytes) or self.chunk * len(self.files) < self.num_elements:

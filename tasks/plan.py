@@ -17,7 +17,7 @@ from tasks.geometry import Box
 from tasks.intersection import Int64, Segments, intersect
 from tasks.layout import Piece, Stream, Stretches, stretches
 from tasks.source import Source
-from tasks.target import Target, storage_of_stream, target_slice
+from tasks.target import Target, target_slice
 from tasks.torchfile.dtypes import ITEM_SIZE_BYTES
 
 DTYPES: tuple[str, ...] = tuple(ITEM_SIZE_BYTES)
@@ -34,6 +34,7 @@ SCHEMA = pa.schema(
         pa.field("source_stride_bytes", pa.int64()),
         pa.field("run_elements", pa.int64()),
         pa.field("num_runs", pa.int64()),
+        pa.field("scale", pa.float64(), metadata={"is": "what the source's numbers are to be multiplied by"}),
         pa.field("source_dtype", pa.int8()),
         pa.field("target_dtype", pa.int8()),
     ]
@@ -79,14 +80,14 @@ def plan_slice(
 ) -> tuple[pa.Table, list[Problem]]:
     """Return the plan of one part of the target, sorted by file, storage and offset, and what it fails to cover."""
     copies = source_copies(source) if copies is None else copies
-    layout = target_slice(source, target, mp)
+    layout, storages = target_slice(source, target, mp)
     nearest = mp * source.mesh.mp // target.options.mesh.mp
     columns: list[tuple[object, ...]] = []
     problems = []
     for piece in layout.pieces:
         stream = layout.streams[piece.stream]
         cut = stretches(piece, stream)
-        storage = storage_of_stream(target, piece.stream)
+        storage = storages[piece.stream]
         planned = 0
         for copy, segments in _segments(piece, cut, copies[piece.tensor], nearest, stream.files[0], replica_part):
             planned += segments.num_elements
@@ -128,6 +129,7 @@ def _columns(segments: Segments, cut: Stretches, stream: Stream, storage: int, c
         segments.source_stride * source_size,
         segments.run,
         segments.num_runs,
+        np.array(copy.stream.scales, np.float64)[source_place] if copy.stream.scales else np.ones(count),
         np.full(count, DTYPES.index(copy.stream.dtype), np.int8),
         np.full(count, DTYPES.index(stream.dtype), np.int8),
     )

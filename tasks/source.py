@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tasks.checkpoint import FlatParameter, ModelConfig
 from tasks.family import Family
@@ -19,6 +19,23 @@ class Padding:
     offset_bytes: int
     length_bytes: int
     tensor: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OptimizerLayout:
+    """Which of the optimizer's ids stands for which parameters, the same in all files."""
+
+    ids: Mapping[str, int]
+    "name of a parameter as it stands in the files -> id"
+    groups: Mapping[int, int]
+    "id -> number of its group in `param_groups`"
+    with_state: frozenset[int]
+    "ids that have state; the optimizer makes it at a parameter's first step"
+    scalars: Mapping[int, tuple[tuple[str, str], ...]]
+    "id -> (step and the like, what stands for its value)"
+    num_groups: int
+    scaled: bool
+    "moments have factors of their own (`--fp16-adam-stats`)"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,6 +67,13 @@ class Source:
     config: ModelConfig | None
     proven_equal: frozenset[str] = frozenset()
     "tensors whose copies the index has shown to be equal: nothing needs to be read"
+    state_tensors: Mapping[str, GlobalTensor] = field(default_factory=dict)
+    "moments and averages, by `layout.state_key`"
+    moments: tuple[str, ...] = ()
+    "states of the optimizer that have an element for each of a parameter's"
+    averages: tuple[str, ...] = ()
+    "keys of extra_state that hold averages of the weights"
+    optimizer: OptimizerLayout | None = None
     dropped: tuple[str, ...] = ()
     "names of what the files hold and no target gets"
 

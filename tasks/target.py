@@ -9,10 +9,11 @@ from enum import StrEnum
 
 from tasks.checkpoint import FlatParameter
 from tasks.errors import ErrorKind, Problem
-from tasks.family import local_box, some
+from tasks.family import local_box, modern_name, some
 from tasks.geometry import Box
-from tasks.layout import Mesh, Piece, SliceLayout, Stream, fsdp_chunk
+from tasks.layout import Mesh, Piece, SliceLayout, Stream, fsdp_chunk, split_key, state_key
 from tasks.source import Source
+from tasks.target_checks import Glued, cast_faults, divisibility_faults, mixed_dtypes, number_faults
 
 
 class Projection(StrEnum):
@@ -35,6 +36,10 @@ class TargetOptions:
     projection: Projection = Projection.KEEP
     heads: int | None = None
     "attention heads, where cfg does not say"
+    keep_state: bool = False
+    "optimizer and averages"
+    moments_dtype: str = ""
+    "torch's name of the dtype that moments are cast to, their own factors applied; empty: keep"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +59,19 @@ class Unit:
     entries: tuple[Entry, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One storage of every target file: a flat parameter or a named tensor, of the weights or of a training state."""
+
+    state: str
+    unit: Unit | None
+    entry: Entry | None
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        return self.unit.entries if self.unit else (self.entry,) if self.entry else ()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Target:
     """The plan of the target, the same for all of its files."""
@@ -64,8 +82,14 @@ class Target:
     named: tuple[Entry, ...]
     "tensors that stand under their own names: buffers, and in an unflat target all"
     ties: tuple[tuple[str, str], ...]
+    slots: tuple[Slot, ...]
+    "weights first; a storage's place here is its number in the plan"
     dtypes: Mapping[str, str]
-    "of each global tensor in the target"
+    "of each global tensor in the target, states by `layout.state_key`"
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(slot.state for slot in self.slots if slot.state))
 
 
 def plan_target(source: Source, options: TargetOptions) -> tuple[Target | None, list[Problem]]:
@@ -73,51 +97,86 @@ def plan_target(source: Source, options: TargetOptions) -> tuple[Target | None, 
     repeats = {repeated for _, repeated in source.ties}
     entries = [entry for entry in _entries(source, options.projection) if entry.name not in repeats]
     dtypes = {name: _dtype(options.dtype, tensor.dtype, tensor.is_buffer) for name, tensor in source.tensors.items()}
-    problems = _divisibility(source, options) + _cast_faults(source, options)
+    problems = divisibility_faults(source, options.mesh.mp, options.heads) + cast_faults(source, options.dtype)
     units: tuple[Unit, ...] = ()
     named = entries
     if options.flat:
         named = [entry for entry in entries if source.tensors[entry.members[0]].is_buffer]
         glued = [entry for entry in entries if entry not in named]
         units = tuple(_units(source, glued, options.projection))
-        problems += _mixed_dtypes(units, dtypes)
+    slots = [Slot("", unit, None) for unit in units] + [Slot("", None, entry) for entry in named]
+    if options.keep_state:
+        more, found = _state_slots(source, slots)
+        slots += more
+        problems += found + number_faults(source, (_glued(slot) for slot in slots if not slot.state))
+        dtypes |= {key: _moment_dtype(source, options, key) for key in source.state_tensors}
+    problems += mixed_dtypes((_glued(slot) for slot in slots), dtypes)
     if problems:
         return None, problems
-    return Target(options, units, tuple(named), source.ties, dtypes), []
+    return Target(options, units, tuple(named), source.ties, tuple(slots), dtypes), []
 
 
-def target_slice(source: Source, target: Target, mp: int) -> SliceLayout:
-    """Lay out one model-parallel part of the target.
+def _glued(slot: Slot) -> Glued:
+    members = tuple(state_key(slot.state, member) for entry in slot.entries for member in entry.members)
+    return f"{slot.state} {slot.unit.key if slot.unit else slot.entries[0].name}".strip(), members
 
-    A stream's `files` are data-parallel ranks, and its offsets count from the start of a storage of its own. Streams
-    stand in `storage_of_stream`'s order, with one copy of each named tensor for each data-parallel rank.
+
+def _state_slots(source: Source, weights: Sequence[Slot]) -> tuple[list[Slot], list[Problem]]:
+    """List the storages of training state: for each state, those of the weights that have it."""
+    slots = []
+    problems = []
+    for state in (*source.moments, *source.averages):
+        for slot in weights:
+            members = [member for entry in slot.entries for member in entry.members]
+            held = [member for member in members if state_key(state, member) in source.state_tensors]
+            if held and len(held) < len(members):
+                lacking = some([member for member in members if member not in held], 3)
+                problems.append(
+                    Problem(
+                        ErrorKind.PLAN,
+                        "partial-state",
+                        f"{slot.unit.key if slot.unit else members[0]} would glue parameters with and without {state}",
+                        (f"without it: {lacking}",),
+                        "use --layout unflat, or pass --state drop",
+                    )
+                )
+            elif held:
+                slots.append(Slot(state, slot.unit, slot.entry))
+    return slots, problems
+
+
+def _moment_dtype(source: Source, options: TargetOptions, key: str) -> str:
+    state, _ = split_key(key)
+    cast = options.moments_dtype and state in source.moments
+    return options.moments_dtype if cast else source.state_tensors[key].dtype
+
+
+def target_slice(source: Source, target: Target, mp: int) -> tuple[SliceLayout, tuple[int, ...]]:
+    """Lay out one model-parallel part of the target; return with it the storage that each stream is.
+
+    A stream's `files` are data-parallel ranks, and its offsets count from the start of a storage of its own. A named
+    tensor has a stream for each data-parallel rank, since each file has a copy.
     """
     pieces: list[Piece] = []
     streams: list[Stream] = []
-    num_dp = target.options.mesh.dp
-
-    def add(entries: Sequence[Entry], ranks: Sequence[int]) -> None:
-        offset = 0
-        for entry in entries:
-            for member in entry.members:
-                box = member_box(source, target, member, mp)
-                pieces.append(Piece(member, box, len(streams), offset))
-                offset += box.num_elements
-        dtype = target.dtypes[entries[0].members[0]]
-        streams.append(Stream(dtype, offset, fsdp_chunk(offset, len(ranks)), tuple(ranks), (0,) * len(ranks)))
-
-    for unit in target.units:
-        add(unit.entries, range(num_dp))
-    for entry in target.named:
-        for rank in range(num_dp):
-            add([entry], [rank])
-    return SliceLayout(tuple(pieces), tuple(streams))
+    storages: list[int] = []
+    all_ranks = tuple(range(target.options.mesh.dp))
+    for number, slot in enumerate(target.slots):
+        for ranks in [all_ranks] if slot.unit else [(rank,) for rank in all_ranks]:
+            offset = 0
+            for entry in slot.entries:
+                for member in entry.members:
+                    box = member_box(source, target, member, mp)
+                    pieces.append(Piece(state_key(slot.state, member), box, len(streams), offset))
+                    offset += box.num_elements
+            dtype = slot_dtype(target, slot)
+            streams.append(Stream(dtype, offset, fsdp_chunk(offset, len(ranks)), ranks, (0,) * len(ranks)))
+            storages.append(number)
+    return SliceLayout(tuple(pieces), tuple(streams)), tuple(storages)
 
 
-def storage_of_stream(target: Target, stream: int) -> int:
-    """Return which storage of its file a stream of `target_slice` is: units first, then named tensors."""
-    num_units = len(target.units)
-    return stream if stream < num_units else num_units + (stream - num_units) // target.options.mesh.dp
+def slot_dtype(target: Target, slot: Slot) -> str:
+    return target.dtypes[state_key(slot.state, slot.entries[0].members[0])]
 
 
 def member_box(source: Source, target: Target, member: str, mp: int) -> Box:
@@ -162,7 +221,7 @@ def _units(source: Source, entries: Sequence[Entry], projection: Projection) -> 
     by_name = {entry.name: entry for entry in entries}
     units = []
     for parameter in source.flat_parameters:
-        names = [new for name in parameter.full_names() for new in _renamed(source, _modern(name), projection)]
+        names = [new for name in parameter.full_names() for new in _renamed(source, modern_name(name), projection)]
         taken = [by_name.pop(name) for name in dict.fromkeys(names) if name in by_name]
         if taken:
             units.append(Unit(parameter.path, parameter.key, tuple(taken)))
@@ -185,12 +244,6 @@ def _units(source: Source, entries: Sequence[Entry], projection: Projection) -> 
     return units
 
 
-def _modern(name: str) -> str:
-    """Return the name that a legacy norm has in the target."""
-    head, found, tail = name.partition(".lns.")
-    return f"{head}.{tail.partition('.')[2]}" if found else name
-
-
 def _wraps_layers(source: Source) -> bool:
     """Tell whether metaseq's trainer makes an FSDP unit of each layer (or block of layers), or one unit of everything.
 
@@ -208,72 +261,15 @@ def _wraps_layers(source: Source) -> bool:
     return max(layers.values(), default=0) // source.mesh.mp >= config.min_params_to_wrap
 
 
-def _divisibility(source: Source, options: TargetOptions) -> list[Problem]:
-    num_mp = options.mesh.mp
-    units: dict[tuple[str, int], list[str]] = {}
-    heads = options.heads or (source.config.heads if source.config else None)
-    for name, tensor in source.tensors.items():
-        rule = source.family.rule(name)
-        if rule.cut is None:
-            continue
-        size = tensor.shape[rule.cut]
-        if rule.unit == "head" and heads and size % heads == 0:
-            size = heads
-        if size % num_mp:
-            units.setdefault((rule.unit, size), []).append(name)
-    problems = []
-    for (unit, size), names in units.items():
-        plural = {"vocabulary entry": "vocabulary entries"}.get(unit, f"{unit}s")
-        problems.append(
-            Problem(
-                ErrorKind.PLAN,
-                "not-divisible",
-                f"{size} {plural} cannot be divided over {num_mp} model-parallel parts: {some(names, 3)}",
-                hint=f"--mp may be one of {', '.join(map(str, possible_parts(source, heads)))}",
-            )
-        )
-    return problems
-
-
-def possible_parts(source: Source, heads: int | None = None) -> list[int]:
-    """List the numbers of model-parallel parts that divide every tensor, and keep attention heads whole."""
-    heads = heads or (source.config.heads if source.config else None)
-    sizes = set()
-    for name, tensor in source.tensors.items():
-        rule = source.family.rule(name)
-        if rule.cut is not None:
-            sizes.add(heads if rule.unit == "head" and heads else tensor.shape[rule.cut])
-    common = math.gcd(*sizes)
-    return [n for n in range(1, min(common, 4096) + 1) if common % n == 0]
-
-
-def _cast_faults(source: Source, options: TargetOptions) -> list[Problem]:
-    if not options.dtype:
-        return []
-    odd = [
-        f"{tensor.name} ({tensor.dtype})"
-        for tensor in source.tensors.values()
-        if not tensor.is_buffer and tensor.dtype not in ("float32", "float16", "bfloat16", "float64")
+def fsdp_units(source: Source, *, wrap: bool = True) -> tuple[Unit, ...]:
+    """Return the FSDP units of the source as it is; `wrap=False`: all in one, in the order of the modules."""
+    repeats = {repeated for _, repeated in source.ties}
+    entries = [
+        entry
+        for entry in _entries(source, Projection.KEEP)
+        if entry.name not in repeats and not source.tensors[entry.members[0]].is_buffer
     ]
-    if not odd:
-        return []
-    message = f"--dtype would cast weights that are not floating-point numbers: {some(odd)}"
-    return [Problem(ErrorKind.PLAN, "dtype-surprise", message, hint="use --dtype keep")]
-
-
-def _mixed_dtypes(units: Sequence[Unit], dtypes: Mapping[str, str]) -> list[Problem]:
-    problems = []
-    for unit in units:
-        found: dict[str, list[str]] = {}
-        for entry in unit.entries:
-            for member in entry.members:
-                found.setdefault(dtypes[member], []).append(member)
-        if len(found) > 1:
-            facts = tuple(f"{dtype}: {some(names, 3)}" for dtype, names in found.items())
-            message = f"the FSDP unit {unit.path or 'at the root'!r} would glue tensors of several dtypes together"
-            hint = "cast the weights to one with --dtype, or use --layout unflat"
-            problems.append(Problem(ErrorKind.PLAN, "dtype-surprise", message, facts, hint))
-    return problems
+    return tuple(_units(source, entries, Projection.KEEP)) if wrap else (Unit("", "", tuple(entries)),)
 
 
 def flat_parameters(source: Source, target: Target) -> tuple[FlatParameter, ...]:

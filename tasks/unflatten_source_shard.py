@@ -8,11 +8,13 @@ small index. A faulty file is not an exception but a problem in the index: all f
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from tasks.checkpoint import ShardIndex
 from tasks.errors import ErrorKind, Problem, ReshardError
-from tasks.formats import metaseq_reader
+from tasks.formats import metaseq_reader, metaseq_state_reader
+from tasks.formats.metaseq_state_reader import ReadRange
 from tasks.storage import FileIdentity, basename, open_reader
 from tasks.torchfile.file_index import TorchFile, open_torch_file
 
@@ -29,12 +31,12 @@ def unflatten_source_shard(identity: FileIdentity, mp: int, dp: int) -> ShardInd
                 return reader.read(offset_bytes, length_bytes)
 
             file = open_torch_file(read, identity.size_bytes, identity.url)
-        return _index(identity, mp, dp, file, bytes_read)
+            return replace(_index(identity, mp, dp, file, read), bytes_read=bytes_read)
     except ReshardError as fault:
         return ShardIndex(identity, mp, dp, problems=fault.problems)
 
 
-def _index(identity: FileIdentity, mp: int, dp: int, file: TorchFile, bytes_read: int) -> ShardIndex:
+def _index(identity: FileIdentity, mp: int, dp: int, file: TorchFile, read: ReadRange) -> ShardIndex:
     label = basename(identity.url)
     found = metaseq_reader.model_of(file.root, label)
     if isinstance(found, Problem):
@@ -47,6 +49,10 @@ def _index(identity: FileIdentity, mp: int, dp: int, file: TorchFile, bytes_read
         message = f"{label}: the model dict is empty"
         problems.append(Problem(ErrorKind.SOURCE, "not-a-checkpoint", message, hint="save or copy it again"))
     root: dict[str, Any] = {} if is_bare or not isinstance(file.root, dict) else file.root
+    optimizer, more = metaseq_state_reader.optimizer_index(root, file.locations, read, label)
+    averages, others = metaseq_state_reader.averages(root, file.locations, label)
+    # Faults of the state do not forbid to write the weights alone.
+    state_problems = (*more, *others)
     return ShardIndex(
         identity=identity,
         mp=mp,
@@ -58,7 +64,9 @@ def _index(identity: FileIdentity, mp: int, dp: int, file: TorchFile, bytes_read
         keys=tuple(str(key) for key in root),
         training_state=metaseq_reader.training_state(root),
         other_tensors=metaseq_reader.other_tensors(root),
-        bytes_read=bytes_read,
         num_requests=file.num_requests,
+        optimizer=optimizer,
+        averages=averages,
         problems=tuple(problems),
+        state_problems=state_problems,
     )

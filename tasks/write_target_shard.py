@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import resource
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,7 +19,8 @@ from isal import isal_zlib
 
 from tasks.checksums import Range, Trail
 from tasks.errors import ErrorKind, ReshardError, error
-from tasks.formats.metaseq_target import make_objects, provider_rank
+from tasks.formats.metaseq_state_target import holds_optimizer
+from tasks.formats.metaseq_target import TargetObjects, make_objects, provider_rank
 from tasks.gather import SCRATCH_BYTES, Bytes, Gatherer, Rows, rows_of_storages
 from tasks.plan import rows_of_file
 from tasks.reader_pool import ReaderPool
@@ -61,8 +64,10 @@ class Body:
     rows: Rows | None = None
     "segments of the plan"
     file: int | None = None
-    "or one range of this source file; without either the storage is padding or empty"
+    "or one range of this source file"
     offset_bytes: int = 0
+    literal: bytes | None = None
+    "or these bytes; without any of the three the storage is padding, or empty"
 
 
 def write_target_shard(
@@ -118,21 +123,37 @@ def plan_file(
     source: Source, target: Target, mp: int, dp: int, url: str, table: pa.Table, readers: ReaderPool
 ) -> tuple[ArchiveLayout, list[Body]]:
     """Lay out one target file: its bytes around the storages, and where each storage comes from."""
-    provider = source.file_number(*provider_rank(source.mesh, target.options.mesh, mp, dp))
-    identity = source.files[provider]
-    file = open_torch_file(lambda at, size: readers.read(provider, at, size), identity.size_bytes, identity.url)
-    made = make_objects(file.root, source, target, mp=mp, dp=dp)
-    pickle_data, storages = dump_pickle(made.root)
     rows = rows_of_storages(table)
-    bodies = []
-    for storage in storages:
-        number = made.storage_numbers.get(id(storage))
-        if number is None:
-            location = file.locations[storage]
-            bodies.append(Body(storage.size_bytes, None, provider, location[0]))
-        else:
-            bodies.append(_planned_body(storage, rows.get(number)))
+    origins: dict[StorageRef, tuple[int, int]] = {}
+
+    def objects(number: int) -> Any:
+        identity = source.files[number]
+        file = open_torch_file(lambda at, size: readers.read(number, at, size), identity.size_bytes, identity.url)
+        origins.update({storage: (number, location.offset) for storage, location in file.locations.items()})
+        return file.root
+
+    provider = provider_rank(source.mesh, target.options.mesh, mp, dp)
+    number = source.file_number(*provider)
+    root = state_root = objects(number)
+    if source.optimizer is not None and target.options.keep_state and not holds_optimizer(root):
+        # Where the state is not sharded, the first rank of the part has all of it.
+        state_root = objects(source.file_number(provider[0], 0))
+    scales = {number: found.target_scale for number, found in rows.items()}
+    made = make_objects(root, state_root, source, target, mp=mp, dp=dp, scales=scales)
+    pickle_data, storages = dump_pickle(made.root)
+    bodies = [_body(storage, made, rows, origins) for storage in storages]
     return plan_archive(archive_name_of(basename(url)), pickle_data, [body.size_bytes for body in bodies]), bodies
+
+
+def _body(
+    storage: StorageRef, made: TargetObjects, rows: Mapping[int, Rows], origins: Mapping[StorageRef, tuple[int, int]]
+) -> Body:
+    if storage in made.numbers:
+        return _planned_body(storage, rows.get(made.numbers[storage]))
+    if storage in made.literals:
+        return Body(storage.size_bytes, literal=made.literals[storage])
+    file, offset = origins[made.copies.get(storage, storage)]
+    return Body(storage.size_bytes, None, file, offset)
 
 
 def _planned_body(storage: StorageRef, rows: Rows | None) -> Body:
@@ -171,6 +192,9 @@ def _stream(layout: ArchiveLayout, bodies: list[Body], writer: TargetWriter, gat
 def _fill(body: Body, begin: int, view: Bytes, gatherer: Gatherer) -> None:
     if body.file is not None:
         gatherer.read(body.file, body.offset_bytes + begin, view)
+        return
+    if body.literal is not None:
+        view[:] = np.frombuffer(body.literal, np.uint8)[begin : begin + len(view)]
         return
     if body.rows is None:
         view[:] = 0

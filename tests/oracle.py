@@ -129,7 +129,10 @@ def layer_shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
 def shapes_of(spec: Spec) -> dict[str, tuple[int, ...]]:
     """List all tensors in the order of the model's modules, buffers first."""
     width = spec.projected or spec.embed
-    shapes: dict[str, tuple[int, ...]] = {"decoder.version": (1,), "decoder.embed_tokens.weight": (spec.vocabulary, width)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "decoder.version": (1,),
+        "decoder.embed_tokens.weight": (spec.vocabulary, width),
+    }
     if spec.projected:
         shapes["decoder.project_in_dim.weight"] = (spec.embed, width)
     if spec.positions:

@@ -7,6 +7,7 @@ The layout of the objects follows metaseq `Trainer.state_dict` and fairscale
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -32,6 +33,22 @@ def flat_key(name: str) -> str:
     head, _, last = name.rpartition(".")
     last = _FLAT_NAME if last == _OLD_FLAT_NAME else last
     return f"{head}.{last}" if head else last
+
+
+# Old normformer runs kept one norm per part, of which only the part's own was trained (metaseq `handle_legacy_ln_`).
+_LEGACY_NORM = re.compile(r"(.*ffn_layernorm)\.lns\.(\d+)\.(weight|bias)")
+
+
+def canonical_name(name: str, mp: int) -> str | None:
+    """Return the name of a part's tensor in the model; None for one that the part holds but never trained.
+
+    >>> canonical_name("ffn_layernorm.lns.1.bias", 1), canonical_name("ffn_layernorm.lns.1.bias", 0)
+    ('ffn_layernorm.bias', None)
+    """
+    legacy = _LEGACY_NORM.fullmatch(name)
+    if legacy is None:
+        return name
+    return f"{legacy[1]}.{legacy[3]}" if int(legacy[2]) == mp else None
 
 
 def is_flat_key(name: str) -> bool:

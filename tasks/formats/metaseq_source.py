@@ -6,7 +6,6 @@ All faults that can be seen without reading tensor bytes are found here and retu
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -15,13 +14,10 @@ from tasks.errors import ErrorKind, Problem
 from tasks.family import Family, global_shape, local_box, some
 from tasks.formats.metaseq_checks import coverage_problems, dimension_problems, find_ties, proven_equal
 from tasks.formats.metaseq_infer import infer
-from tasks.formats.metaseq_reader import is_flat_key
+from tasks.formats.metaseq_reader import canonical_name, is_flat_key
 from tasks.layout import GlobalTensor, Mesh, Piece, SliceLayout, Stream, fsdp_chunk
 from tasks.source import Padding, Source
 from tasks.torchfile.dtypes import ITEM_SIZE_BYTES
-
-# Old normformer runs kept one norm per part, of which only the part's own was trained (metaseq `handle_legacy_ln_`).
-_LEGACY_NORM = re.compile(r"(.*ffn_layernorm)\.lns\.(\d+)\.(weight|bias)")
 
 
 def build_source(
@@ -229,18 +225,12 @@ class _Builder:
         offset = 0
         streams.append(stream)
         for stated, shape in named:
-            name, size = self._canonical(stated, mp), math.prod(shape)
+            name, size = canonical_name(stated, mp), math.prod(shape)
             if name is None:
                 self.dropped.append(stated)
             else:
                 self._add_entry(mp, name, shape, stream.dtype, len(streams) - 1, offset, pieces, label)
             offset += size
-
-    def _canonical(self, name: str, mp: int) -> str | None:
-        legacy = _LEGACY_NORM.fullmatch(name)
-        if legacy is None:
-            return name
-        return f"{legacy[1]}.{legacy[3]}" if int(legacy[2]) == mp else None
 
     def _add_entry(
         self,

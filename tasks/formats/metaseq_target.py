@@ -5,15 +5,20 @@ Nothing is dropped but by name. What the source held and no rule here speaks of 
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import dataclass, field
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tasks.formats import config_tree
-from tasks.formats.metaseq_reader import EMA_KEYS, OPTIMIZER_KEYS, storages
+from tasks.formats.metaseq_reader import EMA_KEYS, OPTIMIZER_KEYS
+from tasks.formats.metaseq_state_reader import OPTIMIZER_KEY
+from tasks.formats.metaseq_state_target import StateMaker, holds_optimizer
 from tasks.layout import Mesh, fsdp_chunk
 from tasks.source import Source
-from tasks.target import Target, entry_elements, entry_shape, flat_parameters
+from tasks.target import Target, entry_elements, entry_shape, flat_parameters, slot_dtype
 from tasks.torchfile.dtypes import STORAGE_TYPE_OF_DTYPE
 from tasks.torchfile.objects import StorageRef, TensorRef, contiguous_stride
 
@@ -23,11 +28,34 @@ _SUFFIX = re.compile(r"-model_part-\d+(-shard\d+)?")
 
 @dataclass(slots=True)
 class TargetObjects:
-    """The object tree of one target file."""
+    """The object tree of one target file, and what its storages are; those not named here are the source's."""
 
-    root: Any
-    storage_numbers: dict[int, int] = field(default_factory=dict)
-    "id of a storage that is written here -> its number in the plan"
+    root: Any = None
+    numbers: dict[StorageRef, int] = field(default_factory=dict)
+    "of the storages that the plan fills: their numbers in it"
+    copies: dict[StorageRef, StorageRef] = field(default_factory=dict)
+    "of the storages that repeat one of the source's: that one"
+    literals: dict[StorageRef, bytes] = field(default_factory=dict)
+    "of the storages that are made here: their bytes"
+
+    def tensor(self, number: int, dtype: str, shape: tuple[int, ...]) -> TensorRef:
+        """Make a tensor over a storage of the plan."""
+        storage = StorageRef(STORAGE_TYPE_OF_DTYPE[dtype], str(number), "cpu", math.prod(shape))
+        self.numbers[storage] = number
+        return TensorRef(storage, 0, shape, contiguous_stride(shape))
+
+    def single_copy(self, tensor: TensorRef) -> TensorRef:
+        """Make a tensor whose bytes are those of a small one of the source, but its own."""
+        storage = replace(tensor.storage, key=f"copy of {tensor.storage.key}")
+        self.copies[storage] = tensor.storage
+        return replace(tensor, storage=storage)
+
+    def number_tensor(self, like: TensorRef, number: float) -> TensorRef:
+        """Make a tensor of one number, of the dtype of another."""
+        data = struct.pack({"float16": "<e", "float32": "<f", "float64": "<d"}[like.dtype], number)
+        storage = StorageRef(like.storage.storage_type, "number", like.storage.location, 1)
+        self.literals[storage] = data
+        return replace(like, storage=storage, offset=0)
 
 
 def provider_rank(source: Mesh, target: Mesh, mp: int, dp: int) -> tuple[int, int]:
@@ -53,10 +81,26 @@ def dropped_state(source: Mesh, target: Mesh) -> tuple[str, ...]:
     return () if source.mp == target.mp else (f"extra_state.{RANDOM_STATE_KEY}",)
 
 
-def make_objects(root: Any, source: Source, target: Target, *, mp: int, dp: int) -> TargetObjects:
-    """Make the objects of the target file (mp, dp) from those of its provider, which are changed in place."""
-    made = TargetObjects(root=None)
-    model = _model(source, target, made, mp=mp, dp=dp)
+def make_objects(
+    root: Any, state_root: Any, source: Source, target: Target, *, mp: int, dp: int, scales: Mapping[int, float]
+) -> TargetObjects:
+    """Make the objects of the target file (mp, dp) from those of its provider, which are changed in place.
+
+    `state_root` are the objects of the file that has the optimizer's state, mostly the same. `scales` are the factors
+    of this file's moments, by number of the storage in the plan, where they have any.
+    """
+    made = TargetObjects()
+    names = model_order(target)
+
+    def tensor_of(number: int) -> TensorRef:
+        slot = target.slots[number]
+        if slot.unit is None:
+            return made.tensor(number, slot_dtype(target, slot), entry_shape(source, target, slot.entries[0]))
+        total = sum(entry_elements(source, target, entry) for entry in slot.entries)
+        return made.tensor(number, slot_dtype(target, slot), (fsdp_chunk(total, target.options.mesh.dp),))
+
+    state = StateMaker(source, target, tensor_of, made.single_copy, made.number_tensor, scales)
+    model = state.average("", names)
     is_bare = not (isinstance(root, dict) and isinstance(root.get("model"), dict))
     if is_bare and not target.options.flat:
         made.root = model
@@ -66,43 +110,16 @@ def make_objects(root: Any, source: Source, target: Target, *, mp: int, dp: int)
     made.root.pop("shard_metadata", None)
     if target.options.flat:
         made.root["shard_metadata"] = _shard_metadata(source, target, dp)
-    _drop_state(made.root, source.mesh, target.options.mesh)
+    _update_state(made.root, state_root, state, names, source, target, mp, dp)
     for key in ("cfg", "args"):
         _update_config(made.root.get(key), source.mesh, target, mp, dp)
     return made
 
 
-def _model(source: Source, target: Target, made: TargetObjects, *, mp: int, dp: int) -> dict[str, TensorRef]:
-    """Make the model dict: the root's flat parameters, named tensors, then the other units, as FSDP orders them."""
-    num_units, num_dp = len(target.units), target.options.mesh.dp
-    units: dict[str, TensorRef] = {}
-    for number, unit in enumerate(target.units):
-        total = sum(entry_elements(source, target, entry) for entry in unit.entries)
-        dtype = target.dtypes[unit.entries[0].members[0]]
-        units[unit.key] = _tensor(made, number, dtype, (fsdp_chunk(total, num_dp),))
-    named = {
-        entry.name: _tensor(
-            made, num_units + number, target.dtypes[entry.members[0]], entry_shape(source, target, entry)
-        )
-        for number, entry in enumerate(target.named)
-    }
-    if not target.options.flat:
-        for name, repeated in target.ties:
-            first = named[name]
-            # Two tensors over one storage, as torch saves tied parameters.
-            named[repeated] = TensorRef(first.storage, 0, fresh(first.shape), contiguous_stride(first.shape))
-        return named
-    roots = {unit.key for unit in target.units if not unit.path}
-    return {key: units[key] for key in units if key in roots} | named | units
-
-
-def _tensor(made: TargetObjects, number: int, dtype: str, shape: tuple[int, ...]) -> TensorRef:
-    num_elements = 1
-    for size in shape:
-        num_elements *= size
-    storage = StorageRef(STORAGE_TYPE_OF_DTYPE[dtype], str(number), "cpu", num_elements)
-    made.storage_numbers[id(storage)] = number
-    return TensorRef(storage, 0, shape, contiguous_stride(shape))
+def model_order(target: Target) -> list[str]:
+    """List the keys of the model dict as FSDP has them: the root's flat parameters, named tensors, the other units."""
+    roots = [unit.key for unit in target.units if not unit.path]
+    return [*roots, *(entry.name for entry in target.named), *(unit.key for unit in target.units if unit.path)]
 
 
 def _shard_metadata(source: Source, target: Target, dp: int) -> dict[str, Any]:
@@ -110,7 +127,7 @@ def _shard_metadata(source: Source, target: Target, dp: int) -> dict[str, Any]:
     num_dp = target.options.mesh.dp
     described: dict[str, dict[str, Any]] = {}
     for parameter in flat_parameters(source, target):
-        numels = [_size(shape) for shape in parameter.shapes]
+        numels = [math.prod(shape) for shape in parameter.shapes]
         total = sum(numels)
         chunk = fsdp_chunk(total, num_dp)
         unit = described.setdefault(
@@ -128,36 +145,53 @@ def _shard_metadata(source: Source, target: Target, dp: int) -> dict[str, Any]:
         )
         unit["params"][parameter.key.rpartition(".")[2]] = {
             "names": list(parameter.names),
-            "shapes": [fresh(shape) for shape in parameter.shapes],
+            "shapes": [tuple(iter(shape)) for shape in parameter.shapes],
             "numels": numels,
             "padding": chunk - max(0, min(chunk, total - dp * chunk)),
         }
     return {"param_metadata": list(described.values()), "buffer_names": [entry.name for entry in target.named]}
 
 
-def fresh(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Copy a tuple: the pickler writes one object that stands in two places only once, and torch has two."""
-    return tuple(iter(shape))
-
-
 def _dotted(path: str) -> str:
     return f"{path}." if path else ""
 
 
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for length in shape:
-        size *= length
-    return size
-
-
-def _drop_state(root: dict[str, Any], source: Mesh, target: Mesh) -> None:
+def _update_state(
+    root: dict[str, Any],
+    state_root: Any,
+    state: StateMaker,
+    names: Sequence[str],
+    source: Source,
+    target: Target,
+    mp: int,
+    dp: int,
+) -> None:
+    """Put the training state in place of the source's, or take it out; then what belongs to other ranks."""
     for key in OPTIMIZER_KEYS:
-        root.pop(key, None)
+        if (
+            key == OPTIMIZER_KEY
+            and source.optimizer is not None
+            and target.options.keep_state
+            and holds_optimizer(state_root)
+        ):
+            root[key] = state.optimizer(state_root[key])
+        else:
+            root.pop(key, None)
     extra = root.get("extra_state")
-    if isinstance(extra, dict):
-        for key in (*EMA_KEYS, *(() if source.mp == target.mp else (RANDOM_STATE_KEY,))):
+    if not isinstance(extra, dict):
+        return
+    for key in EMA_KEYS:
+        if key in target.states:
+            extra[key] = state.average(key, names)
+        else:
             extra.pop(key, None)
+    if source.mesh.mp != target.options.mesh.mp:
+        extra.pop(RANDOM_STATE_KEY, None)
+    iterator = extra.get("train_iterator")
+    if (mp, dp) != (0, 0) and isinstance(iterator, dict):
+        # Only global rank 0 has it (metaseq `StreamingEpochBatchIterator`); here rank 0's file may be the only
+        # provider.
+        iterator.pop("tokenization_cache", None)
 
 
 def _update_config(cfg: object, source: Mesh, target: Target, mp: int, dp: int) -> None:
@@ -177,8 +211,3 @@ def _update_config(cfg: object, source: Mesh, target: Target, mp: int, dp: int) 
             put(new_rank)
         elif name == "checkpoint_suffix" and isinstance(value, str) and (match := _SUFFIX.fullmatch(value)):
             put(f"-model_part-{mp}" + (f"-shard{dp}" if match[1] else ""))
-
-
-def passed_through(root: Any, made: TargetObjects) -> list[StorageRef]:
-    """List the storages that are copied whole from the provider's file."""
-    return [storage for storage in storages(root) if id(storage) not in made.storage_numbers]

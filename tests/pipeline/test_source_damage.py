@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tasks.errors import ReshardError
-from tasks.unflatten_source_shard import unflatten_source_shard
 from tasks.storage import stat
+from tasks.unflatten_source_shard import unflatten_source_shard
 from tests.running import FIXTURES, load, reshard_here
 
 SOURCE = FIXTURES / "mp2dp2-fp16-fused"

@@ -1,0 +1,121 @@
+"""Reads the training state of one metaseq file into its index: optimizer moments and moving averages, as references.
+
+Sharded runs hold one entry a flat parameter, its moments as long as its shard. Unsharded runs hold, on the first rank
+of each model-parallel part, one entry a named parameter (fairscale `gather_full_optim_state_dict`), and -1 on the
+others.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tasks.checkpoint import OptimizerIndex, ParameterState, StoredTensor
+from tasks.errors import ErrorKind, Problem
+from tasks.formats.metaseq_reader import EMA_KEYS, stored_tensors
+from tasks.torchfile.objects import StorageRef, TensorRef
+
+OPTIMIZER_KEY = "last_optimizer_state"
+NAMES_KEY = "param_names"
+ID_MAP_KEY = "param_id_map"
+_SCALE = "_scale"
+_FORMATS = {"float32": "<f", "float64": "<d", "float16": "<e"}
+
+Locations = Mapping[StorageRef, tuple[int, int, int | None]]
+ReadRange = Callable[[int, int], bytes]
+
+
+def optimizer_index(
+    root: Mapping[str, Any], locations: Locations, read: ReadRange, label: str
+) -> tuple[OptimizerIndex | None, list[Problem]]:
+    """Index `last_optimizer_state`; None where the file has none (another rank of an unsharded run has it)."""
+    stated = root.get(OPTIMIZER_KEY)
+    if not isinstance(stated, dict):
+        return None, []
+    problems: list[Problem] = []
+    try:
+        parameters = []
+        for number, entry in stated["state"].items():
+            state, more = _parameter_state(int(number), entry, locations, read, label)
+            parameters.append(state)
+            problems += more
+        groups = tuple(tuple(int(number) for number in group["params"]) for group in stated["param_groups"])
+        id_map = stated.get(ID_MAP_KEY)
+        pairs = None if id_map is None else tuple((int(a), None if b is None else int(b)) for a, b in id_map.items())
+        names = tuple((int(number), str(name)) for number, name in stated.get(NAMES_KEY, {}).items())
+    except (KeyError, TypeError, ValueError, AttributeError) as fault:
+        return None, [_bad_state(label, f"it is not as torch's optimizers write it: {fault!r}")]
+    return OptimizerIndex(tuple(parameters), groups, pairs, names), problems
+
+
+def _bad_state(label: str, why: str) -> Problem:
+    message = f"{label}: {OPTIMIZER_KEY} cannot be resharded: {why}"
+    hint = "pass --state drop to write the weights without it"
+    return Problem(ErrorKind.SOURCE, "bad-optimizer-state", message, hint=hint)
+
+
+def _parameter_state(
+    number: int, entry: Mapping[str, Any], locations: Locations, read: ReadRange, label: str
+) -> tuple[ParameterState, list[Problem]]:
+    tensors = {key: item for key, item in entry.items() if is_moment(item)}
+    stored, problems = stored_tensors(tensors, locations, f"{label}: optimizer state {number}")
+    scales = tuple(
+        (key.removesuffix(_SCALE), number_of(item, locations, read))
+        for key, item in entry.items()
+        if is_scale(key, entry)
+    )
+    scalars = tuple(
+        (key, _token(item, locations))
+        for key, item in entry.items()
+        if not is_moment(item) and not is_scale(key, entry)
+    )
+    moments = tuple(zip(tensors, stored, strict=True)) if not problems else ()
+    return ParameterState(number, moments, scalars, scales), problems
+
+
+def is_moment(item: object) -> bool:
+    """Tell the tensors that have an element for each element of the parameter from those that are one number."""
+    return isinstance(item, TensorRef) and len(item.shape) > 0
+
+
+def is_scale(key: str, entry: Mapping[str, Any]) -> bool:
+    """Tell the factor of another tensor of the entry (`exp_avg_scale` of metaseq's `--fp16-adam-stats`)."""
+    return key.endswith(_SCALE) and is_moment(entry.get(key.removesuffix(_SCALE)))
+
+
+def number_of(item: object, locations: Locations, read: ReadRange) -> float:
+    """Return the value of a number or of a tensor of one number."""
+    if isinstance(item, TensorRef) and item.dtype in _FORMATS:
+        at = locations[item.storage][0] + item.offset * item.item_size_bytes
+        return float(struct.unpack(_FORMATS[item.dtype], read(at, item.item_size_bytes))[0])
+    if isinstance(item, int | float) and not isinstance(item, bool):
+        return float(item)
+    raise ValueError(f"{item!r} is not a number")
+
+
+def _token(item: object, locations: Locations) -> str:
+    """Return what two equal scalars have in common; the checksum of one number stands for its bytes."""
+    if isinstance(item, TensorRef):
+        return f"{item.dtype} tensor {locations[item.storage][2]}"
+    return repr(item) if isinstance(item, int | float | str | bool | None) else type(item).__name__
+
+
+def averages(
+    root: Mapping[str, Any], locations: Locations, label: str
+) -> tuple[tuple[tuple[str, tuple[StoredTensor, ...]], ...], list[Problem]]:
+    """Index the moving averages of the weights: dicts of the model's form in `extra_state`."""
+    extra = root.get("extra_state")
+    found = []
+    problems: list[Problem] = []
+    for key in EMA_KEYS:
+        held = extra.get(key) if isinstance(extra, dict) else None
+        if held is None:
+            continue
+        if not isinstance(held, dict):
+            problems.append(_bad_state(label, f"extra_state.{key} is a {type(held).__name__}, not a dict of tensors"))
+            continue
+        tensors, more = stored_tensors(held, locations, f"{label}: extra_state.{key}")
+        found.append((key, tuple(tensors)))
+        problems += more
+    return tuple(found), problems

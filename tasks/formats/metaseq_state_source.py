@@ -1,0 +1,312 @@
+"""Pure. Adds the training state of all files to a source: which box of which moment or average lies where.
+
+A moment has an element for each element of its parameter, in the same order, so it has the parameter's pieces on
+streams of its own. What is one number for each parameter (step) must be the same in all files.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from tasks.checkpoint import OptimizerIndex, ParameterState, ShardIndex, StoredTensor
+from tasks.errors import ErrorKind, Problem
+from tasks.family import local_box, modern_name, some
+from tasks.formats.metaseq_checks import coverage_problems
+from tasks.formats.metaseq_reader import canonical_name, is_flat_key
+from tasks.layout import GlobalTensor, Piece, SliceLayout, Stream, fsdp_chunk, state_key
+from tasks.source import OptimizerLayout, Source
+from tasks.target import fsdp_units
+
+Named = tuple[tuple[str, tuple[int, ...]], ...]
+"(name, shape on one part) of parameters that lie one after another"
+
+
+def add_state(source: Source, indexes: Sequence[ShardIndex]) -> tuple[Source, list[Problem]]:
+    """Return the source with its training state, and what is wrong there. `indexes` are in order of `source.files`."""
+    builder = _Builder(source, tuple(indexes))
+    slices = tuple(builder.slice(mp) for mp in range(source.mesh.mp))
+    builder.check_scalars()
+    if not builder.problems:
+        builder.problems += coverage_problems(
+            builder.tensors, [builder.state_only(part, mp) for mp, part in enumerate(slices)]
+        )
+    if builder.problems:
+        return source, builder.problems
+    return replace(
+        source,
+        slices=slices,
+        state_tensors=builder.tensors,
+        moments=tuple(builder.moments),
+        averages=tuple(dict.fromkeys(key for index in indexes for key, _ in index.averages)),
+        optimizer=builder.layout(),
+    ), []
+
+
+@dataclass
+class _Builder:
+    source: Source
+    indexes: tuple[ShardIndex, ...]
+    problems: list[Problem] = field(default_factory=list)
+    tensors: dict[str, GlobalTensor] = field(default_factory=dict)
+    moments: dict[str, None] = field(default_factory=dict)
+    covered: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    "names of the parameters that each of the optimizer's ids stands for"
+    scaled: bool = False
+
+    def fault(self, reference: str, message: str, *context: str, hint: str = "") -> None:
+        hint = hint or "the files are of different checkpoints, or damaged; --state drop leaves the state out"
+        self.problems.append(Problem(ErrorKind.SOURCE, reference, message, context, hint))
+
+    def slice(self, mp: int) -> SliceLayout:
+        """Return a part's layout with the state's pieces behind the weights'."""
+        part = self.source.slices[mp]
+        pieces, streams = list(part.pieces), list(part.streams)
+        numbers = [number for number, index in enumerate(self.indexes) if index.mp == mp]
+        holders = [number for number in numbers if self.indexes[number].optimizer is not None]
+        first = self.indexes[holders[0]].optimizer if holders else None
+        if first is not None and (first.id_map is not None or not self.source.flat):
+            self._unsharded(mp, holders, first, pieces, streams)
+        elif first is not None:
+            self._sharded(mp, numbers, holders, first, pieces, streams)
+        for key in dict.fromkeys(key for number in numbers for key, _ in self.indexes[number].averages):
+            self._average(mp, key, numbers, pieces, streams)
+        return SliceLayout(tuple(pieces), tuple(streams))
+
+    def state_only(self, part: SliceLayout, mp: int) -> SliceLayout:
+        return SliceLayout(part.pieces[len(self.source.slices[mp].pieces) :], part.streams)
+
+    # -- moments
+
+    def _sharded(
+        self,
+        mp: int,
+        numbers: list[int],
+        holders: list[int],
+        first: OptimizerIndex,
+        pieces: list[Piece],
+        streams: list[Stream],
+    ) -> None:
+        if holders != numbers:
+            odd = some([self.indexes[number].label for number in numbers if number not in holders])
+            self.fault("missing-optimizer-state", f"only some shards of part {mp} hold optimizer state; not so {odd}")
+            return
+        parameters = self.source.flat_parameters
+        for state in first.parameters:
+            if not 0 <= state.number < len(parameters):
+                message = f"the optimizer has state for parameter {state.number} of {len(parameters)} flat parameters"
+                self.fault("bad-optimizer-state", message)
+                continue
+            parameter = parameters[state.number]
+            named = tuple(zip(parameter.full_names(), parameter.shapes, strict=True))
+            self.covered[state.number] = parameter.full_names()
+            for moment, _ in state.moments:
+                found = [self._moment(number, state.number, moment) for number in numbers]
+                label = f"{moment} of {parameter.key} in part {mp}"
+                self._add_flat(mp, moment, label, named, numbers, found, pieces, streams)
+
+    def _moment(self, number: int, parameter: int, moment: str) -> tuple[StoredTensor | None, float | None]:
+        optimizer = self.indexes[number].optimizer
+        for state in optimizer.parameters if optimizer else ():
+            if state.number == parameter:
+                return dict(state.moments).get(moment), dict(state.scales).get(moment)
+        return None, None
+
+    def _add_flat(
+        self,
+        mp: int,
+        state: str,
+        label: str,
+        named: Named,
+        numbers: list[int],
+        found: Sequence[tuple[StoredTensor | None, float | None]],
+        pieces: list[Piece],
+        streams: list[Stream],
+    ) -> None:
+        """Add the pieces of a flat parameter's state: every shard must have the length of the parameter's own."""
+        total = sum(math.prod(shape) for _, shape in named)
+        chunk = fsdp_chunk(total, self.source.mesh.dp)
+        lengths = {None if tensor is None else math.prod(tensor.shape) for tensor, _ in found}
+        dtypes = {tensor.dtype for tensor, _ in found if tensor is not None}
+        if lengths != {chunk} or len(dtypes) != 1:
+            context = (
+                f"declared: {chunk} elements in every shard",
+                f"actual: {sorted(map(str, lengths))} of {sorted(dtypes)}",
+            )
+            files = some([self.indexes[number].label for number in numbers], 3)
+            self.fault("wrong-state-length", f"{label} does not fit its parameter, in {files}", *context)
+            return
+        offsets = tuple(tensor.offset_bytes for tensor, _ in found if tensor is not None)
+        scales = tuple(scale for _, scale in found if scale is not None)
+        if scales and len(scales) != len(found):
+            self.fault("missing-optimizer-state", f"{label}: only some shards have a scale")
+            return
+        self.scaled |= bool(scales)
+        streams.append(Stream(dtypes.pop(), total, chunk, tuple(numbers), offsets, scales))
+        self._add_pieces(mp, state, named, len(streams) - 1, streams[-1].dtype, label, pieces)
+
+    def _unsharded(
+        self, mp: int, holders: list[int], first: OptimizerIndex, pieces: list[Piece], streams: list[Stream]
+    ) -> None:
+        """Add the state of named parameters, which one file of the part holds whole."""
+        if len(holders) > 1:
+            odd = some([self.indexes[number].label for number in holders])
+            self.fault(
+                "duplicate-optimizer-state", f"unsharded optimizer state of part {mp} is in several files: {odd}"
+            )
+            return
+        names = self._names(first)
+        for state in first.parameters:
+            name = names.get(state.number)
+            if name is None:
+                self.fault("bad-optimizer-state", f"no parameter is known for the optimizer's id {state.number}")
+                continue
+            self.covered[state.number] = (name,)
+            for moment, tensor in state.moments:
+                self._add_named(mp, moment, name, tensor, holders[0], dict(state.scales).get(moment), pieces, streams)
+
+    def _names(self, index: OptimizerIndex) -> dict[int, str]:
+        """Name the ids: as the file states, else in the order in which FSDP units hold parameters."""
+        if index.names:
+            return dict(index.names)
+        if index.id_map is None:
+            ordered = [entry.name for unit in fsdp_units(self.source, wrap=False) for entry in unit.entries]
+        else:
+            ordered = [entry.name for unit in fsdp_units(self.source) for entry in unit.entries]
+        return dict(enumerate(ordered))
+
+    def _add_named(
+        self,
+        mp: int,
+        state: str,
+        name: str,
+        tensor: StoredTensor,
+        number: int,
+        scale: float | None,
+        pieces: list[Piece],
+        streams: list[Stream],
+    ) -> None:
+        size = math.prod(tensor.shape)
+        scales = () if scale is None else (scale,)
+        self.scaled |= bool(scales)
+        streams.append(Stream(tensor.dtype, size, size, (number,), (tensor.offset_bytes,), scales))
+        label = f"{state} of {name} in {self.indexes[number].label}"
+        self._add_pieces(mp, state, ((name, tensor.shape),), len(streams) - 1, tensor.dtype, label, pieces)
+
+    def _average(self, mp: int, key: str, numbers: list[int], pieces: list[Piece], streams: list[Stream]) -> None:
+        held = [(number, dict(self.indexes[number].averages).get(key, ())) for number in numbers]
+        flat_parameters = {parameter.key: parameter for parameter in self.source.flat_parameters}
+        by_name = [{tensor.name: tensor for tensor in tensors} for _, tensors in held]
+        if len({tuple(sorted(tensors)) for tensors in by_name}) > 1:
+            self.fault("missing-tensors", f"extra_state.{key} has different tensors in the shards of part {mp}")
+            return
+        for name in by_name[0]:
+            if is_flat_key(name):
+                if name not in flat_parameters:
+                    self.fault("missing-tensors", f"extra_state.{key} has {name}, which the model has not")
+                    continue
+                parameter = flat_parameters[name]
+                named = tuple(zip(parameter.full_names(), parameter.shapes, strict=True))
+                found = [(tensors[name], None) for tensors in by_name]
+                label = f"extra_state.{key}: {name} in part {mp}"
+                self._add_flat(mp, key, label, named, numbers, found, pieces, streams)
+                continue
+            for number, tensors in zip(numbers, by_name, strict=True):
+                self._add_named(mp, key, name, tensors[name], number, None, pieces, streams)
+
+    def _add_pieces(
+        self,
+        mp: int,
+        state: str,
+        named: Iterable[tuple[str, tuple[int, ...]]],
+        stream: int,
+        dtype: str,
+        label: str,
+        pieces: list[Piece],
+    ) -> None:
+        """Add the state of parameters that lie one after another in a stream; shapes are those of the weights."""
+        offset = 0
+        for stated, shape in named:
+            name = canonical_name(stated, mp)
+            size = math.prod(shape)
+            if name is not None:
+                members = self.source.family.members(name)
+                local = (shape[0] // len(members), *shape[1:]) if shape else shape
+                for position, member in enumerate(members):
+                    self._add_piece(
+                        mp, state, member, local, stream, offset + position * math.prod(local), dtype, label, pieces
+                    )
+            offset += size
+
+    def _add_piece(
+        self,
+        mp: int,
+        state: str,
+        member: str,
+        local: tuple[int, ...],
+        stream: int,
+        offset: int,
+        dtype: str,
+        label: str,
+        pieces: list[Piece],
+    ) -> None:
+        weight = self.source.tensors.get(member)
+        if weight is None:
+            self.fault("missing-tensors", f"{label}: the model has no tensor {member}")
+            return
+        box = local_box(weight.shape, self.source.family.rule(member).cut, mp, self.source.mesh.mp)
+        if box.shape != local:
+            self.fault("shapes-disagree", f"{label} has shape {local}, its weight {box.shape}")
+            return
+        key = state_key(state, member)
+        if not weight.is_buffer and state not in dict.fromkeys(k for i in self.indexes for k, _ in i.averages):
+            self.moments.setdefault(state)
+        known = self.tensors.setdefault(key, GlobalTensor(key, weight.shape, dtype, weight.is_buffer))
+        if known.dtype != dtype:
+            self.fault("dtypes-differ", f"{label} has dtype {dtype}, {known.dtype} elsewhere")
+        pieces.append(Piece(key, box, stream, offset))
+
+    # -- what is one number
+
+    def check_scalars(self) -> None:
+        """Refuse files that disagree about steps and groups: each target takes them from one of the files."""
+        first: dict[int, tuple[ParameterState, str]] = {}
+        groups: dict[tuple[tuple[int, ...], ...], str] = {}
+        for index in self.indexes:
+            if index.optimizer is None:
+                continue
+            groups.setdefault(index.optimizer.groups, index.label)
+            for state in index.optimizer.parameters:
+                known, label = first.setdefault(state.number, (state, index.label))
+                if known.scalars != state.scalars:
+                    self.fault(
+                        "optimizer-states-differ",
+                        f"the optimizer's state of parameter {state.number} differs between files",
+                        f"{dict(known.scalars)} in {label}",
+                        f"{dict(state.scalars)} in {index.label}",
+                    )
+        if len(groups) > 1:
+            self.fault("optimizer-states-differ", f"param_groups differ between files: {some(list(groups.values()))}")
+
+    def layout(self) -> OptimizerLayout | None:
+        index = next((index.optimizer for index in self.indexes if index.optimizer is not None), None)
+        if index is None:
+            return None
+        group_of = {number: group for group, ids in enumerate(index.groups) for number in ids}
+        names = self._all_names(index)
+        states = {state.number: state for state in index.parameters}
+        return OptimizerLayout(
+            ids={modern_name(name): number for number, covered in names.items() for name in covered},
+            groups={number: group_of.get(number, 0) for number in names},
+            with_state=frozenset(states),
+            scalars={number: state.scalars for number, state in states.items()},
+            num_groups=len(index.groups),
+            scaled=self.scaled,
+        )
+
+    def _all_names(self, index: OptimizerIndex) -> dict[int, tuple[str, ...]]:
+        """Return what every id stands for, state or not."""
+        if index.id_map is not None or not self.source.flat:
+            return {number: (name,) for number, name in self._names(index).items()}
+        return {number: parameter.full_names() for number, parameter in enumerate(self.source.flat_parameters)}
