@@ -1,4 +1,4 @@
-"""Pure. What forbids a target: numbers that do not divide, dtypes that do not mix, optimizer state that does not fit."""
+"""Pure. What forbids a target: numbers that do not divide, dtypes that do not mix, state that does not fit."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def moments(shards: list[dict[str, Any]], moment: str) -> dict[str, torch.Tensor
 
 @pytest.mark.parametrize("mesh", SHAPES, ids=lambda mesh: f"mp{mesh[0]}dp{mesh[1]}")
 def test_moments_follow_their_parameters(fixture: Any, mesh: tuple[int, int], tmp_path: Path) -> None:
-    name, folder, truth = fixture
+    _, folder, truth = fixture
     mp, dp = mesh
     if not divides(truth, mp):
         pytest.skip(f"{mp} parts do not divide this model")
