@@ -88,7 +88,7 @@ def _rows(columns: dict[str, npt.NDArray[Any]]) -> Rows:
         & (source_start[1:] == source_start[:-1] + source_run[:-1])
     )
     heads = np.flatnonzero(np.append(True, ~follows))
-    # One storage has one scale. Of several, the smallest: the others' numbers become larger, so that no small one is lost.
+    # One storage has one scale. Of several, the smallest: the others' numbers grow, so that no small one is lost.
     target_scale = 1.0 if source_code != target_code else float(scale.min())
     return Rows(
         start=start[heads],
