@@ -250,6 +250,8 @@ def load(job: Job, model: Any, optimizer: torch.optim.Optimizer) -> None:
         model.load_state_dict(held["model"])
         optimizer.load_state_dict(model.get_shard_from_optim_state_dict(held["last_optimizer_state"]))
         return
+    for unit in (module for module in model.modules() if isinstance(module, FullyShardedDataParallel)):
+        unit._lazy_init()  # as the first forward pass does; fairscale 0.4.13 fails to load nested units before it
     model.load_local_state_dict(held["model"])
     if job.load_form == "sharded":
         optimizer.load_state_dict(held["last_optimizer_state"])
