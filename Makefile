@@ -23,7 +23,7 @@ DEMO_TARGET := demo-output
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.run-ready
-	rm -rf $(DEMO_TARGET)
+	@rm -rf $(DEMO_TARGET)
 	$(PYTHON) -m pipeline.inspect $(DEMO_SOURCE)
 	$(PYTHON) -m pipeline.reshard $(DEMO_SOURCE) $(DEMO_TARGET) --mp 1 --dp 1 --layout unflat --state drop
 	$(PYTHON) -m pipeline.inspect $(DEMO_TARGET)
@@ -32,12 +32,12 @@ demo: $(VENV)/.run-ready
 # All parts run, whichever fail, so that one run tells everything.
 test: $(VENV)/.test-ready
 	@failed=; \
-	part() { echo "$$*"; "$$@" || failed="$$failed $$1"; }; \
+	part() { echo "$$*"; "$$@" || failed=1; }; \
 	part $(PYTHON) -m ruff check $(SOURCES); \
 	part $(PYTHON) -m ruff format --check $(SOURCES); \
 	part $(PYTHON) -m mypy; \
 	part $(PYTHON) -m pytest $(SOURCES); \
-	exit $${failed:+1}
+	test -z "$$failed"
 
 bench: $(VENV)/.test-ready
 	$(PYTHON) -m tests.benchmarks.run
@@ -50,9 +50,11 @@ $(PYTHON):
 	$(BASE_PYTHON) -m venv $(VENV)
 
 $(VENV)/.run-ready: requirements.txt | $(PYTHON)
-	$(PIP) install $(PIP_ARGS) -r requirements.txt
-	touch $@
+	@echo "installing requirements.txt into $(VENV): once, and torch is large"
+	@$(PIP) install $(PIP_ARGS) -r requirements.txt
+	@touch $@
 
 $(VENV)/.test-ready: requirements-test.txt $(VENV)/.run-ready
-	$(PIP) install $(PIP_ARGS) -r requirements-test.txt
-	touch $@
+	@echo "installing requirements-test.txt into $(VENV): once"
+	@$(PIP) install $(PIP_ARGS) -r requirements-test.txt
+	@touch $@

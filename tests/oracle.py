@@ -129,10 +129,8 @@ def layer_shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
 def shapes_of(spec: Spec) -> dict[str, tuple[int, ...]]:
     """List all tensors in the order of the model's modules, buffers first."""
     width = spec.projected or spec.embed
-    shapes: dict[str, tuple[int, ...]] = {
-        "decoder.version": (1,),
-        "decoder.embed_tokens.weight": (spec.vocabulary, width),
-    }
+    shapes: dict[str, tuple[int, ...]] = {"decoder.version": (1,)}
+    shapes["decoder.embed_tokens.weight"] = (spec.vocabulary, width)
     if spec.projected:
         shapes["decoder.project_in_dim.weight"] = (spec.embed, width)
     if spec.positions:
@@ -385,8 +383,8 @@ def write(
 def settle(path: Path) -> None:
     """Write a file anew from what torch.load makes of it.
 
-    Loading interns the attribute names of a Namespace, so which strings are one object differs from the first save to the
-    second, and with it the pickle; from then on it stays the same.
+    Loading interns the attribute names of a Namespace, so which strings are one object differs from the first save to
+    the second, and with it the pickle; from then on it stays the same.
     """
     torch.save(load(path), path)
 
@@ -405,7 +403,7 @@ def wrapped(objects: Objects, *, flat_name: str = "flat_param_0") -> Objects:
         {
             **unit,
             "fsdp_path": path(unit["fsdp_path"]),
-            "params": {flat_name: facts for facts in unit["params"].values()},
+            "params": {flat_name: unit["params"]["flat_param_0"]},
         }
         for unit in metadata["param_metadata"]
     ]
@@ -466,9 +464,15 @@ def load(path: Path) -> Objects:
     return torch.load(path, weights_only=False)
 
 
+def load_shard(path: Path) -> Objects:
+    """Load a file; a bare state dict becomes the model of one."""
+    objects = load(path)
+    return objects if "model" in objects else {"model": objects}
+
+
 def read(paths: Iterable[Path]) -> dict[str, Tensor]:
     """Merge the files of one checkpoint into whole tensors."""
-    grid = {parse_ranks(path.name): load(path) for path in paths}
+    grid = {parse_ranks(path.name): load_shard(path) for path in paths}
     num_mp, num_dp = (max(rank[axis] for rank in grid) + 1 for axis in (0, 1))
     assert len(grid) == num_mp * num_dp
     parts = [unflatten([grid[mp, dp] for dp in range(num_dp)]) for mp in range(num_mp)]

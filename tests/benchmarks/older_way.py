@@ -80,7 +80,7 @@ def _split(name: str, tensor: torch.Tensor, mp: int, num_mp: int) -> torch.Tenso
 
 
 def _flatten(named: Named, shape: ModelShape, mesh: tuple[int, int]) -> dict[str, tuple[torch.Tensor, ...]]:
-    flat = {"decoder.version": (named["decoder.version"],)}
+    flat: dict[str, tuple[torch.Tensor, ...]] = {"decoder.version": (named["decoder.version"],)}
     for path, entries in shape.units(mesh[0]):
         glued = torch.cat([named[f"{path}.{name}" if path else name].reshape(-1) for name, _ in entries])
         chunk = chunk_of(entries, mesh[1])

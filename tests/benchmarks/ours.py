@@ -8,11 +8,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from cluster.dag import Node
 from cluster.failures import RetryPolicy
@@ -75,8 +75,7 @@ def worker_peaks(num_workers: int, *, with_imports: bool) -> dict[int, int]:
         found: dict[int, int] = {}
         for attempt in range(20):
             asked = [Node(f"{attempt} {number}", _TELL, (with_imports,)) for number in range(num_workers * 2)]
-            for process, peak in made.run(asked).values():  # type: ignore[misc]
-                found[process] = peak
+            found.update(cast("Iterable[tuple[int, int]]", made.run(asked).values()))
             if len(found) >= num_workers:
                 break
         return found
