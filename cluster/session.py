@@ -19,6 +19,7 @@ import whether to listen on 127.0.0.1 alone, so a process that imported Ray befo
 from __future__ import annotations
 
 import os
+import socket
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,9 @@ from cluster.resources import TaskResources, count_slots
 # Payloads are small but for blocks of strided cuts, and those are bounded; Ray's default is 30 % of the memory, which
 # the tasks need. What does not fit is spilled to disk.
 _LOCAL_OBJECT_STORE_BYTES = 256 << 20
+
+# A head on the other side of the world answers within a second.
+_CONNECT_SECONDS = 10.0
 
 _PROJECT_ROOT = str(Path(__file__).resolve().parent.parent)
 
@@ -43,6 +47,10 @@ _LOCAL_SETTINGS = {
 
 # Set by Ray's job supervisor; says that the job's own runtime environment is in force.
 _JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+
+
+class Unreachable(Exception):  # noqa: N818  it says what the cluster is
+    """No cluster answers at the address."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +96,11 @@ def ray_session(
         return
     target = address or os.environ.get("RAY_ADDRESS") or "local"
     if target.startswith("ray://"):
-        raise ValueError(
-            f"{target}: the Ray client passes every call through a proxy and is not supported\n"
-            "  next: give the address of the cluster itself (host:6379), or use `ray job submit`"
+        raise Unreachable(
+            f"{target}: the Ray client passes every call through a proxy and is not supported; "
+            "give the address of the cluster itself (host:6379), or use `ray job submit`"
         )
+    _check_answers(target)
     if target == "local":
         _start_local(num_cpus, object_store_memory_bytes, python_path, environment or {})
     else:
@@ -100,6 +109,17 @@ def ray_session(
         yield Session(is_local=target == "local")
     finally:
         _shutdown()
+
+
+def _check_answers(address: str) -> None:
+    """Raise where nothing listens at host:port: Ray itself would try for many minutes, in silence."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+    except OSError as fault:
+        raise Unreachable(f"nothing answers at {address}: {fault}") from fault
 
 
 def _is_initialized() -> bool:

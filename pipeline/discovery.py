@@ -34,9 +34,10 @@ def discover(source: str, checkpoint: str = "") -> Found:
         return find_checkpoint(listed, where=source, wanted=checkpoint, aliases=_aliases(listed))
     # metaseq names checkpoints by a file that is not there: x.pt for x-model_part-0.pt (`constants.py`).
     siblings = _list(storage.parent(url))
-    prefix = storage.basename(url).removesuffix(".pt")
     names = {parsed.prefix for file in siblings or () if (parsed := parse(file.name))}
-    if siblings is None or not {prefix, f"{prefix}.pt"} & names:
+    wanted = storage.basename(url)
+    prefix = next((name for name in (wanted.removesuffix(".pt"), wanted, f"{wanted}.pt") if name in names), None)
+    if siblings is None or prefix is None:
         raise error(
             ErrorKind.SOURCE,
             "no-checkpoint",

@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 from cluster.dag import Node
 from cluster.failures import RetryPolicy
 from cluster.loop import Execution
 from cluster.resources import TaskResources, check_capacity, default_resources, parse_resource_options
-from cluster.session import ray_session
+from cluster.session import Session, Unreachable, ray_session
 from pipeline import nodes
 from pipeline.discovery import discover
 from pipeline.messages import Progress, say
@@ -28,6 +29,8 @@ from tasks.formats.metaseq_files import Found
 from tasks.regroup_mp_slice import SliceSummary, regroup_mp_slice
 from tasks.storage import TransientStorageError
 from tasks.write_target_shard import ShardResult
+
+_PACKAGES = tuple(str(Path(__file__).resolve().parent.parent / name) for name in ("pipeline", "tasks", "cluster"))
 
 # A worker leased for one task takes the next at once only if it is submitted already.
 _IN_FLIGHT_PER_WORKER = 3
@@ -53,7 +56,8 @@ def run(request: Request) -> Mapping[str, Any]:
     resources = _resources(request)
     progress = Progress()
     stop = threading.Event()
-    with ray_session(request.address) as session, _stopping(stop):
+    # Ray replaces the handler when it starts, so ours is set before and after.
+    with _stopping(stop), _session(request.address) as session, _stopping(stop):
         raise_if(nodes.capacity_problems(check_capacity(resources, session.nodes())))
         workers = sum(session.num_workers(each) for each in set(resources.values()))
         with Execution(
@@ -67,6 +71,21 @@ def run(request: Request) -> Mapping[str, Any]:
             started = time.monotonic()
             result = execute(request, found, execution, progress)
             return {**result, "workers": workers, "retries": progress.retries, "start_seconds": started - began}
+
+
+@contextmanager
+def _session(address: str | None) -> Iterator[Session]:
+    """Start or join Ray; the code goes to the workers of a cluster that is joined from outside of a Ray job."""
+    try:
+        with ray_session(address, packages=_PACKAGES) as session:
+            yield session
+    except Unreachable as fault:
+        raise error(
+            ErrorKind.PLAN,
+            "no-cluster",
+            f"the Ray cluster cannot be joined: {fault}",
+            hint="check --address and RAY_ADDRESS; without both a local Ray is started",
+        ) from fault
 
 
 def _resources(request: Request) -> dict[str, TaskResources]:
@@ -118,7 +137,7 @@ def execute(request: Request, found: Found, execution: Executor, progress: Progr
             say(f"{len(finished)} of {len(plan.ranks())} files are finished already")
         progress.begin("writing target files", len(third))
         written = [item for item in execution.run(third).values() if isinstance(item, ShardResult)]
-    proven = _check_source(plan, [*summaries, *written])
+    proven = _check_source(plan, [*summaries, *finished.values(), *written])
     results = sorted([*finished.values(), *written], key=lambda result: (result.mp, result.dp))
     folder.commit(results)
     return {**_result(plan, folder.url, summaries, written, times), "source_records_proven": proven}
@@ -136,7 +155,7 @@ def _check_source(plan: Plan, read: Sequence[SliceSummary | ShardResult]) -> int
                 f"declared: CRC32 {record.crc32:08x} of {record.size_bytes} bytes at offset {record.offset_bytes}",
                 "actual: another",
             ),
-            "copy the file again from where it was saved; nothing was published",
+            "copy the file again from where it was saved, then run the command again with --overwrite",
         )
         for record in damaged
     )

@@ -83,7 +83,8 @@ def _describe(source: str, found: Found, indexes: Sequence[ShardIndex]) -> dict[
 
 def _describe_model(source: Source) -> dict[str, Any]:
     tensors = source.tensors.values()
-    elements = [_elements(tensor.shape) for tensor in tensors]
+    repeats = {repeated for _, repeated in source.ties}
+    elements = [_elements(tensor.shape) for tensor in tensors if tensor.name not in repeats]
     fused = any(name in source.entries for name in map(OPT.fused_name, source.tensors) if name)
     return {
         "layout": "flat" if source.flat else "unflat",

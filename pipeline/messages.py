@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 import traceback
@@ -34,13 +35,19 @@ def run_command(command: Callable[[], tuple[Mapping[str, Any], str]], *, as_json
             return _failed(fault.cause, as_json)
         return _failed_task(fault, as_json)
     except (Interrupted, KeyboardInterrupt) as fault:
-        say(f"interrupted: {fault}\n  next: run the same command again; what is finished is kept")
+        say(
+            f"interrupted: {fault or 'from the keyboard'}\n  next: run the same command again; what is finished is kept"
+        )
         return INTERRUPTED
     except Exception:  # noqa: BLE001  the last resort: a fault of ours must still end with its class's code
         say(traceback.format_exc())
         say("error[internal]: a fault of this tool; nothing was published\n  next: please report it with the above")
         return int(ErrorKind.TASK)
-    print(json.dumps(result, indent=1) if as_json else words, flush=True)
+    try:
+        print(json.dumps(result, indent=1) if as_json else words, flush=True)
+    except BrokenPipeError:
+        # Whoever reads has seen enough (`| head`); Python must not complain about the rest when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
@@ -102,11 +109,11 @@ class Progress:
 
 def size(num_bytes: float) -> str:
     """
-    >>> size(1234), size(5_300_000_000)
-    ('1.2 kB', '5.3 GB')
+    >>> size(1234), size(5_300_000_000), size(999_600)
+    ('1.23 kB', '5.3 GB', '1 MB')
     """
     for unit in ("bytes", "kB", "MB", "GB"):
-        if num_bytes < 1000:
+        if num_bytes < 999.5:
             return f"{num_bytes:.3g} {unit}" if unit != "bytes" else f"{num_bytes} {unit}"
         num_bytes = num_bytes / 1000
     return f"{num_bytes:.3g} TB"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import pyarrow as pa
@@ -51,8 +51,8 @@ def write(
 
 
 def record_of(plan_id: str, result: ShardResult) -> bytes:
-    """Make the completion record of a file; which ranges were read is for this run alone."""
-    return json.dumps({"plan_id": plan_id, **asdict(replace(result, read_ranges=()))}).encode()
+    """Make the completion record of a file. What was read for it is in it: a rerun must still check the source."""
+    return json.dumps({"plan_id": plan_id, **asdict(result)}).encode()
 
 
 def save_table(url: str, table: pa.Table) -> None:

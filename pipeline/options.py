@@ -183,4 +183,9 @@ def parse_request(arguments: Sequence[str] | None = None) -> Request:
 def check_request(request: Request) -> None:
     """Refuse what can be refused before any file is looked at."""
     if request.prefix and ("/" in request.prefix or not request.prefix.strip()):
-        raise error(ErrorKind.USAGE, "bad-prefix", f"--prefix {request.prefix!r} is not the start of a file's name")
+        raise error(
+            ErrorKind.USAGE,
+            "bad-prefix",
+            f"--prefix {request.prefix!r} is not the start of a file's name",
+            hint="a prefix has no folders: those belong to TARGET",
+        )

@@ -81,14 +81,8 @@ def make_plan(request: Request, found: Found, indexes: Sequence[ShardIndex]) -> 
         problems.append(Problem(ErrorKind.PLAN, "unflat-shards", message, hint="pass --dp 1, or --layout flat"))
     if request.replica_part is not None and request.replica_part >= source.mesh.mp:
         message = f"--replica-part {request.replica_part}: the source has parts 0 to {source.mesh.mp - 1}"
-        problems.append(Problem(ErrorKind.USAGE, "no-such-part", message))
-    needed = projected_memory_bytes(_SMALLEST_WINDOW_BYTES, 1)
-    if request.memory_bytes < needed:
-        message = f"--memory {request.memory_bytes} bytes is too little for one worker"
-        context = (f"needed: {needed} bytes; given: {request.memory_bytes} bytes",)
-        problems.append(
-            Problem(ErrorKind.PLAN, "memory-budget", message, context, f"pass --memory {-(-needed >> 20)}MiB")
-        )
+        problems.append(Problem(ErrorKind.USAGE, "no-such-part", message, hint="choose one of these"))
+    problems += _memory_faults(request, source, options)
     target, more = plan_target(source, options)
     problems += more
     raise_if(problems)
@@ -119,6 +113,21 @@ def _records(source: Source, indexes: Sequence[ShardIndex]) -> tuple[Record, ...
         for tensor in index.tensors
         if tensor.crc32  # 0: the writer left it out
     )
+
+
+def _memory_faults(request: Request, source: Source, options: TargetOptions) -> list[Problem]:
+    """Hold what writing the largest file takes against the budget of a worker."""
+    tensors = [*source.tensors.values(), *(source.state_tensors.values() if options.keep_state else ())]
+    total = sum(math.prod(tensor.shape) * ITEM_SIZE_BYTES[tensor.dtype] for tensor in tensors)
+    # Replicated tensors and what is not weights make files somewhat larger than an even share.
+    largest = 2 * total // (options.mesh.mp * options.mesh.dp) if options.flat else 2 * total // options.mesh.mp
+    needed = projected_memory_bytes(request.target, largest, _SMALLEST_WINDOW_BYTES)
+    if request.memory_bytes >= needed:
+        return []
+    message = f"--memory {request.memory_bytes} bytes is too little for one worker"
+    context = (f"needed: {needed} bytes; given: {request.memory_bytes} bytes",)
+    hint = f"pass --memory {-(-needed // 2**20)}MiB"
+    return [Problem(ErrorKind.PLAN, "memory-budget", message, context, hint)]
 
 
 def _options(request: Request, found: Found, source: Source) -> TargetOptions:
@@ -154,7 +163,7 @@ def _dropped(
 ) -> tuple[str, ...]:
     there = {part.name for index in indexes for part in index.other_tensors}
     lost = [name for name in dropped_state(source.mesh, options.mesh) if name in there]
-    metadata = ["shard_metadata"] if source.flat and not source.inferred and not options.flat else []
+    metadata = ["shard_metadata"] if not options.flat and any(index.metadata for index in indexes) else []
     return (*state, *lost, *metadata, *source.dropped)
 
 

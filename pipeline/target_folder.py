@@ -15,7 +15,7 @@ from typing import Any
 from pipeline.nodes import paths
 from pipeline.planning import Plan
 from tasks import storage
-from tasks.errors import ErrorKind, ReshardError, error
+from tasks.errors import ErrorKind, Problem, ReshardError, error, raise_if
 from tasks.family import some
 from tasks.write_target_shard import ShardResult
 
@@ -40,10 +40,13 @@ class TargetFolder:
 
         With `overwrite`, a manifest of another plan is no obstacle, nor are files that nobody recorded.
         """
+        self._check_apart()
         manifest = self._read(storage.join(self.url, MANIFEST))
         if manifest is not None and manifest.get("plan_id") == self._plan.plan_id:
-            self._check_files(manifest)
-            return manifest
+            damaged = self._damaged_files(manifest)
+            if damaged and not overwrite:
+                raise_if(damaged)
+            return None if damaged else manifest
         if overwrite:
             return None
         if manifest is not None:
@@ -51,23 +54,39 @@ class TargetFolder:
         run = self._read(self._work(_RUN))
         if run is not None and run.get("plan_id") != self._plan.plan_id:
             raise self._refusal("holds an unfinished run of another plan", f"plan {run.get('plan_id')}")
-        foreign = [] if run is not None else self._foreign_files()
+        foreign = [] if run is not None else self._files(self.url)
         if foreign:
             raise self._refusal("is not empty", f"files: {some(foreign)}")
         return None
 
-    def _check_files(self, manifest: Mapping[str, Any]) -> None:
+    def _check_apart(self) -> None:
+        """Refuse to write where the source is: a target replaces files, and the source must stay whole."""
+        own = _real(self.url)
+        if any(own == _real(storage.parent(identity.url)) for identity in self._plan.source.files):
+            raise error(
+                ErrorKind.TARGET,
+                "target-is-source",
+                f"{self.url} is the folder of the source",
+                context=("whatever else is asked for, the source's files are never replaced",),
+                hint="choose another folder as target",
+            )
+
+    def _damaged_files(self, manifest: Mapping[str, Any]) -> list[Problem]:
+        problems = []
         for file in manifest["files"]:
             url = storage.join(self.url, file["name"])
             actual = storage.stat(url).size_bytes if storage.exists(url) else None
             if actual != file["size_bytes"]:
-                raise error(
-                    ErrorKind.TARGET,
-                    "target-damaged",
-                    f"{url} is not as its manifest says",
-                    context=(f"declared: {file['size_bytes']} bytes; actual: {actual}",),
-                    hint="pass --overwrite to write the target again",
+                problems.append(
+                    Problem(
+                        ErrorKind.TARGET,
+                        "target-damaged",
+                        f"{url} is not as its manifest says",
+                        (f"declared: {file['size_bytes']} bytes; actual: {actual}",),
+                        "pass --overwrite to write the target again",
+                    )
                 )
+        return problems
 
     def _refusal(self, what: str, fact: str) -> ReshardError:
         return error(
@@ -78,14 +97,13 @@ class TargetFolder:
             hint="choose another target, or pass --overwrite to replace what is there",
         )
 
-    def _foreign_files(self) -> list[str]:
+    def _files(self, folder: str) -> list[str]:
         try:
-            listed = storage.list_files(self.url)
+            return sorted(file.name for file in storage.list_files(folder))
         except ReshardError as fault:
             if fault.problems[0].reference == "no-such-directory":
                 return []
             raise
-        return sorted(file.name for file in listed)
 
     def _read(self, url: str) -> dict[str, Any] | None:
         if not storage.exists(url):
@@ -100,6 +118,8 @@ class TargetFolder:
         """Make the folder ready to be written; take the lease. From here on the old manifest no longer holds."""
         for names in ((), ("temporary",), ("records",), ("plan.parquet",)):
             storage.make_directory(self._work(*names))
+        if overwrite:
+            self._forget_other_plans()
         if overwrite and storage.exists(storage.join(self.url, MANIFEST)):
             old = self._read(storage.join(self.url, MANIFEST)) or {}
             storage.delete(storage.join(self.url, MANIFEST))
@@ -113,10 +133,19 @@ class TargetFolder:
             "plan_id": self._plan.plan_id,
             "host": socket.gethostname(),
             "process": os.getpid(),
-            "user": getpass.getuser(),
+            "user": _user(),
             "started_seconds": time.time(),
         }
         storage.write_small(self._work(_RUN), json.dumps(run, indent=1).encode())
+
+    def _forget_other_plans(self) -> None:
+        """Remove the records and plans that files of this plan do not replace."""
+        kept = {f"{self._plan.file_name(mp, dp)}.json" for mp, dp in self._plan.ranks()}
+        kept |= {f"model_part-{mp}.parquet" for mp in range(self._plan.target.options.mesh.mp)}
+        for folder in (self._work("records"), self._work("plan.parquet")):
+            for name in self._files(folder):
+                if name not in kept:
+                    storage.delete(storage.join(folder, name))
 
     def finished(self) -> dict[tuple[int, int], ShardResult]:
         """Return the results that records of this plan prove: the file is there as it was when it was recorded."""
@@ -128,13 +157,14 @@ class TargetFolder:
                 continue
             actual = storage.stat(place["file"])
             if (record.get("size_bytes"), record.get("version")) == (actual.size_bytes, actual.version):
-                results[mp, dp] = ShardResult(**record)
+                ranges = tuple(tuple(item) for item in record.pop("read_ranges", ()))
+                results[mp, dp] = ShardResult(**record, read_ranges=ranges)
         return results
 
     def commit(self, results: Sequence[ShardResult]) -> Mapping[str, Any]:
         """Check that every file is there, and write the manifest."""
         manifest = self._manifest(results)
-        self._check_files(manifest)
+        raise_if(self._damaged_files(manifest))
         if not storage.create_only(storage.join(self.url, MANIFEST), json.dumps(manifest, indent=1).encode()):
             raise self._refusal("was finished by another run meanwhile", "a manifest")
         return manifest
@@ -173,3 +203,15 @@ class TargetFolder:
             "dropped": list(plan.dropped),
             "notes": list(plan.notes),
         }
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())  # containers run under ids that have no name
+
+
+def _real(url: str) -> str:
+    """Follow links, where there can be any."""
+    return os.path.realpath(url) if storage.is_local(url) else url

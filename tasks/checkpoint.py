@@ -71,6 +71,12 @@ class ModelConfig:
     ties_embeddings: bool | None = None
     learned_positions: bool = True
     no_bias: bool = False
+    no_final_norm: bool = False
+    inner_norms: bool = False
+    "normformer's norm between the feed-forward layers (`scale_fc`)"
+    input_dim: int | None = None
+    "of the token embedding, where it is projected"
+    output_dim: int | None = None
     no_affine_norms: bool = False
     block_layers: int = 1
     "layers in one FSDP unit (`fsdp_checkpoint_wrap_layer_frequency`)"

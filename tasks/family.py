@@ -142,7 +142,7 @@ class Family:
             )
         if doubly := sorted(name for name, rules in found.items() if len(rules) > 1):
             message = f"{len(doubly)} tensors match several rules of the family {self.name}: {some(doubly)}"
-            problems.append(Problem(ErrorKind.PLAN, "ambiguous-rules", message))
+            problems.append(Problem(ErrorKind.PLAN, "ambiguous-rules", message, hint="rules must exclude each other"))
         taken = {self.rules[index].role for rules in found.values() for index in rules}
         missing = {rule.role: rule.pattern for rule in self.rules if rule.role and rule.role not in taken}
         if missing:

@@ -43,7 +43,8 @@ class Rows:
     "what the source's numbers are multiplied by; mostly 1"
     target_scale: float
     "what the target's numbers are to be multiplied by, as the target's objects state it"
-    source_dtype: str
+    source_dtype: Int64
+    "codes, by `plan.DTYPES`"
     target_dtype: str
 
     @property
@@ -71,11 +72,12 @@ def rows_of_storages(table: pa.Table) -> dict[int, Rows]:
 
 
 def _rows(columns: dict[str, npt.NDArray[Any]]) -> Rows:
-    codes = {(int(a), int(b)) for a, b in zip(columns["source_dtype"], columns["target_dtype"], strict=True)}
-    if len(codes) != 1:
-        raise ValueError(f"one storage is planned from several dtypes: {sorted(codes)}")
-    source_code, target_code = codes.pop()
-    run, source_run = (columns["run_elements"] * _ITEM_SIZES[code] for code in (target_code, source_code))
+    targets = np.unique(columns["target_dtype"])
+    if len(targets) != 1:
+        raise ValueError(f"one storage is planned to have several dtypes: {targets}")
+    source_dtype = columns["source_dtype"]
+    run = columns["run_elements"] * _ITEM_SIZES[targets[0]]
+    source_run = columns["run_elements"] * _ITEM_SIZES[source_dtype]
     start, source_start, file = columns["storage_offset_bytes"], columns["source_offset_bytes"], columns["source_file"]
     scale = columns["scale"]
     single = columns["num_runs"] == 1
@@ -84,12 +86,13 @@ def _rows(columns: dict[str, npt.NDArray[Any]]) -> Rows:
         & single[:-1]
         & (file[1:] == file[:-1])
         & (scale[1:] == scale[:-1])
+        & (source_dtype[1:] == source_dtype[:-1])
         & (start[1:] == start[:-1] + run[:-1])
         & (source_start[1:] == source_start[:-1] + source_run[:-1])
     )
     heads = np.flatnonzero(np.append(True, ~follows))
     # One storage has one scale. Of several, the smallest: the others' numbers grow, so that no small one is lost.
-    target_scale = 1.0 if source_code != target_code else float(scale.min())
+    target_scale = 1.0 if (source_dtype != targets[0]).any() else float(scale.min())
     return Rows(
         start=start[heads],
         stride=columns["storage_stride_bytes"][heads],
@@ -101,8 +104,8 @@ def _rows(columns: dict[str, npt.NDArray[Any]]) -> Rows:
         source_run=np.add.reduceat(source_run, heads),
         factor=scale[heads] / target_scale,
         target_scale=target_scale,
-        source_dtype=DTYPES[source_code],
-        target_dtype=DTYPES[target_code],
+        source_dtype=source_dtype[heads],
+        target_dtype=DTYPES[targets[0]],
     )
 
 
@@ -161,13 +164,14 @@ class Gatherer:
         self, rows: Rows, row: int, first: int, skipped: int, length: int, count: int, at: int, window: Bytes
     ) -> None:
         """Copy `count` runs from the `first` on; of each, `length` bytes behind the `skipped` first ones."""
-        source_size, target_size = ITEM_SIZE_BYTES[rows.source_dtype], ITEM_SIZE_BYTES[rows.target_dtype]
+        source_dtype = DTYPES[rows.source_dtype[row]]
+        source_size, target_size = ITEM_SIZE_BYTES[source_dtype], ITEM_SIZE_BYTES[rows.target_dtype]
         source_at = int(rows.source_start[row] + first * rows.source_stride[row]) + skipped // target_size * source_size
         source_length = length // target_size * source_size
         source_stride = int(rows.source_stride[row])
         file, stride = int(rows.file[row]), int(rows.stride[row])
         factor = float(rows.factor[row])
-        casts = rows.source_dtype != rows.target_dtype or factor != 1
+        casts = source_dtype != rows.target_dtype or factor != 1
         if count == 1 and not casts:
             self._readers.read_into(file, source_at, window[at : at + length].data)
             return
@@ -181,7 +185,7 @@ class Gatherer:
         here = np.lib.stride_tricks.as_strided(span, (count, source_length), (source_stride, 1))
         there = np.lib.stride_tricks.as_strided(window[at:], (count, length), (stride, 1))
         if casts:
-            convert(here, rows.source_dtype, there, rows.target_dtype, factor)
+            convert(here, source_dtype, there, rows.target_dtype, factor)
         else:
             np.copyto(there, here)
 

@@ -83,9 +83,8 @@ def _compare(
 ) -> list[Problem]:
     num_parts = target.options.mesh.mp
     problems: list[Problem] = []
-    if replica_part is None:
-        for name, group in _share(_replicated(source, copies), mp, num_parts):
-            problems += compare_copies(name, group, source, readers, what="replica")
+    for name, group in _share(_replicated(source, copies, replica_part), mp, num_parts):
+        problems += compare_copies(name, group, source, readers, what="replica")
     for name, repeated in _share(source.untested_ties, mp, num_parts):
         for box, first in copies[name].items():
             pair = (first[0], copies[repeated][box][0])
@@ -94,9 +93,11 @@ def _compare(
     return problems
 
 
-def _replicated(source: Source, copies: Copies) -> Iterator[tuple[str, tuple[Copy, ...]]]:
+def _replicated(source: Source, copies: Copies, part: int | None) -> Iterator[tuple[str, tuple[Copy, ...]]]:
+    """Yield what must be equal; where one part was chosen to be right, only that part's own copies."""
     for name, boxes in copies.items():
-        for group in boxes.values():
+        for copies_of_box in boxes.values():
+            group = copies_of_box if part is None else tuple(copy for copy in copies_of_box if copy.mp == part)
             if len(group) > 1 and name not in source.proven_equal:
                 yield name, group
 

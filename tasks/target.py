@@ -212,6 +212,24 @@ def _renamed(source: Source, name: str, projection: Projection) -> tuple[str, ..
     return (name,)
 
 
+def _renamed_in_order(source: Source, names: Sequence[str], projection: Projection) -> list[str]:
+    """Rename the parameters of a unit; those that are new stand where the first of their layer stood, in module order.
+
+    FSDP loads flat parameters by position: k's weight is followed by k's bias, not by v's weight.
+    """
+    renamed = {name: _renamed(source, name, projection) for name in names}
+    found: dict[str, None] = {}
+    for name in names:
+        if renamed[name] == (name,):
+            found.setdefault(name)
+            continue
+        layer = source.family.split_layer(name)[0]
+        alike = [n for n in names if renamed[n] != (n,) and source.family.split_layer(n)[0] == layer]
+        new = {item for other in alike for item in renamed[other]}
+        found |= dict.fromkeys(sorted(new, key=source.family.order))
+    return list(found)
+
+
 def _dtype(asked: str, stored: str, is_buffer: bool) -> str:
     return asked if asked and not is_buffer else stored
 
@@ -221,7 +239,7 @@ def _units(source: Source, entries: Sequence[Entry], projection: Projection) -> 
     by_name = {entry.name: entry for entry in entries}
     units = []
     for parameter in source.flat_parameters:
-        names = [new for name in parameter.full_names() for new in _renamed(source, modern_name(name), projection)]
+        names = _renamed_in_order(source, [modern_name(name) for name in parameter.full_names()], projection)
         taken = [by_name.pop(name) for name in dict.fromkeys(names) if name in by_name]
         if taken:
             units.append(Unit(parameter.path, parameter.key, tuple(taken)))

@@ -7,7 +7,6 @@ not at all.
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,10 +21,11 @@ from tasks.errors import ErrorKind, ReshardError, error
 from tasks.formats.metaseq_state_target import holds_optimizer
 from tasks.formats.metaseq_target import TargetObjects, make_objects, provider_rank
 from tasks.gather import SCRATCH_BYTES, Bytes, Gatherer, Rows, rows_of_storages
+from tasks.memory import PeakMemory
 from tasks.plan import rows_of_file
 from tasks.reader_pool import ReaderPool
 from tasks.source import Source
-from tasks.storage import TargetWriter, basename, open_writer
+from tasks.storage import TargetWriter, basename, buffered_bytes, open_writer
 from tasks.target import Target
 from tasks.torchfile.archive_writer import ArchiveLayout, archive_name_of, plan_archive
 from tasks.torchfile.file_index import open_torch_file
@@ -51,7 +51,7 @@ class ShardResult:
     num_requests: int
     seconds: float
     peak_memory_bytes: int
-    "of the worker process since its start"
+    "beyond the idle worker"
     read_ranges: tuple[Range, ...] = ()
     "what was read of the source, with checksums"
 
@@ -81,15 +81,14 @@ def write_target_shard(
     table: pa.Table,
 ) -> ShardResult:
     """Write the target file (mp, dp) to `url`. `table` is its part's plan, as `regroup_mp_slice` hands it on."""
-    began = time.monotonic()
+    began, memory = time.monotonic(), PeakMemory()
     try:
         trail = Trail()
         with ReaderPool(source.files, trail) as readers:
             layout, bodies = plan_file(source, target, mp, dp, url, rows_of_file(table, dp), readers)
             with open_writer(url, layout.size_bytes, temporary_directory=temporary_directory) as writer:
-                crc32 = _stream(
-                    layout, bodies, writer, Gatherer(readers), window_bytes(writer.window_bytes, memory_bytes)
-                )
+                window = window_bytes(writer.window_bytes, buffered_bytes(url, layout.size_bytes), memory_bytes)
+                crc32 = _stream(layout, bodies, writer, Gatherer(readers), window)
                 identity = writer.commit()
     except ReshardError as fault:
         raise _in_file(fault, url) from fault
@@ -103,19 +102,22 @@ def write_target_shard(
         bytes_read=readers.bytes_read,
         num_requests=readers.num_requests,
         seconds=time.monotonic() - began,
-        peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        peak_memory_bytes=memory.peak_bytes(),
         read_ranges=trail.ranges(),
     )
 
 
-def projected_memory_bytes(window: int, parts_in_flight: int) -> int:
-    """Return the most memory that writing a file takes beyond an idle worker."""
-    return window * (1 + parts_in_flight) + SCRATCH_BYTES + OBJECTS_BYTES
+def projected_memory_bytes(url: str, size_bytes: int, window: int) -> int:
+    """Return the most memory that writing a file of this size takes beyond an idle worker."""
+    return window + buffered_bytes(url, size_bytes) + SCRATCH_BYTES + OBJECTS_BYTES
 
 
-def window_bytes(preferred: int, memory_bytes: int) -> int:
-    """Return the window for a budget: the writer's own, or the largest multiple of 64 KiB that the budget allows."""
-    room = (memory_bytes - SCRATCH_BYTES - OBJECTS_BYTES) // 2
+def window_bytes(preferred: int, buffered: int, memory_bytes: int) -> int:
+    """Return the window for a budget: the writer's own, or the largest multiple of 64 KiB that the budget allows.
+
+    `buffered` is what the writer holds besides.
+    """
+    room = memory_bytes - SCRATCH_BYTES - OBJECTS_BYTES - buffered
     return max(min(preferred, room) >> 16 << 16, 1 << 16)
 
 

@@ -1,13 +1,13 @@
 """Reads and edits the configuration objects of a checkpoint without the classes that made them.
 
-`cfg` is a plain dict, an `argparse.Namespace` or an omegaconf DictConfig, nested in any way; `args` of older files is a
-Namespace. All of them are walked as mappings. omegaconf keeps a node's children in `_content` and a leaf's value in
-`_val` (omegaconf 2.0 to 2.4).
+`cfg` is a plain dict, an `argparse.Namespace` or an omegaconf DictConfig, nested in any way, in lists too; `args` of
+older files is a Namespace. All of them are walked as mappings. omegaconf keeps a node's children in `_content` and a
+leaf's value in `_val` (omegaconf 2.0 to 2.4); a leaf of a union type has the real leaf in its `_content`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 from tasks.torchfile.inert import Inert
@@ -26,8 +26,24 @@ def children(node: object) -> MutableMapping[Any, Any] | None:
     return content if isinstance(content, dict) else None
 
 
+def _elements(node: object) -> Sequence[object]:
+    """Return what a list holds, or nothing."""
+    if isinstance(node, Inert) and isinstance(node.state, dict):
+        node = node.state.get("_content")
+    return node if isinstance(node, list | tuple) else ()
+
+
+def _unwrapped(node: object) -> object:
+    """Return the leaf in a leaf of a union type, else the node itself."""
+    if isinstance(node, Inert) and isinstance(node.state, dict) and "_val" not in node.state:
+        content = node.state.get("_content")
+        return content if isinstance(content, Inert) else node
+    return node
+
+
 def value(node: object) -> Leaf:
     """Return a leaf's value; None for what is not a plain value."""
+    node = _unwrapped(node)
     if isinstance(node, Inert) and isinstance(node.state, dict):
         node = node.state.get("_val")
     return node if isinstance(node, str | int | float | bool) else None
@@ -44,19 +60,27 @@ def get(node: object, *path: str) -> Leaf:
 
 
 def leaves(node: object) -> Iterator[tuple[str, Leaf, Setter]]:
-    """Yield (name, value, setter) of every leaf below a node that has a name."""
+    """Yield (name, value, setter) of every leaf below a node that has a name; lists are walked, their leaves have none.
+
+    Cost is linear in what there is, however often it is shared.
+    """
     seen: set[int] = set()
     stack = [node]
     while stack:
-        below = children(stack.pop())
-        if below is None or id(below) in seen:
+        node = stack.pop()
+        below = children(node)
+        inside = _elements(node) if below is None else below
+        if id(inside) in seen:
             continue
-        seen.add(id(below))
+        seen.add(id(inside))
+        if below is None:
+            stack += inside
+            continue
         for name, child in below.items():
-            if children(child) is not None:
+            if children(child) is not None or _elements(child):
                 stack.append(child)
             elif isinstance(name, str):
-                yield name, value(child), _setter(below, name, child)
+                yield name, value(child), _setter(below, name, _unwrapped(child))
 
 
 def _setter(parent: MutableMapping[Any, Any], name: str, child: object) -> Setter:

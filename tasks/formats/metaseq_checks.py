@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from tasks.checkpoint import ModelConfig, ShardIndex, StoredTensor
 from tasks.errors import ErrorKind, Problem
-from tasks.family import Family
+from tasks.family import Family, some
 from tasks.formats.metaseq_reader import is_flat_key
 from tasks.geometry import Box
 from tasks.layout import GlobalTensor, Mesh, SliceLayout, tiling_faults
@@ -36,7 +36,8 @@ def coverage_problems(tensors: Mapping[str, GlobalTensor], slices: Sequence[Slic
             problems.append(Problem(ErrorKind.SOURCE, "missing-tensors", message, hint=hint))
         elif faults := tiling_faults(tensor.shape, list(boxes[name])):
             message = f"{name} is not covered exactly once by the parts"
-            problems.append(Problem(ErrorKind.SOURCE, "not-covered", message, tuple(faults)))
+            hint = "the files are of different checkpoints, or damaged"
+            problems.append(Problem(ErrorKind.SOURCE, "not-covered", message, tuple(faults), hint))
     return problems
 
 
@@ -50,12 +51,48 @@ def dimension_problems(
             message = f"{name} comes out as {tensor.shape} from {mesh.mp} model-parallel parts; it must be square"
             hint = "parts are missing, or too many: pass the whole checkpoint"
             problems.append(Problem(ErrorKind.SOURCE, "wrong-number-of-parts", message, hint=hint))
-    layers = {family.split_layer(name)[2] for name in tensors} - {()}
+    return problems + _layer_problems(tensors, family, config)
+
+
+def _layer_problems(tensors: Mapping[str, GlobalTensor], family: Family, config: ModelConfig | None) -> list[Problem]:
+    """Layers are alike and numbered without a gap: a tensor or a layer that is missing everywhere shows here."""
+    layers: dict[tuple[int, ...], set[str]] = {}
+    for name in tensors:
+        _, rest, numbers = family.split_layer(name)
+        if numbers:
+            layers.setdefault(numbers, set()).add(rest)
+    every = set().union(*layers.values())
+    problems = []
+    for numbers, names in sorted(layers.items()):
+        if lacking := sorted(every - names):
+            full = [f"decoder.layers.{'.layers.'.join(map(str, numbers))}.{name}" for name in lacking]
+            message = f"layer {'.'.join(map(str, numbers))} lacks tensors that other layers have: {some(full)}"
+            hint = "the checkpoint is incomplete: save or copy it again"
+            problems.append(Problem(ErrorKind.SOURCE, "missing-tensors", message, hint=hint))
+    gaps = _gaps(layers)
+    if gaps:
+        message = f"layers are missing: {some([f'decoder.layers.{gap}' for gap in gaps])}"
+        hint = "the checkpoint is incomplete: save or copy it again"
+        problems.append(Problem(ErrorKind.SOURCE, "missing-tensors", message, hint=hint))
     if config is not None and config.layers is not None and len(layers) != config.layers:
         message = f"cfg says {config.layers} layers, the files hold {len(layers)}"
         hint = "the checkpoint is incomplete, or its cfg is of another model"
         problems.append(Problem(ErrorKind.SOURCE, "missing-tensors", message, hint=hint))
     return problems
+
+
+def _gaps(layers: Collection[tuple[int, ...]]) -> list[str]:
+    """List the numbers that are missing from 0 on, in the whole and in each block of layers."""
+    by_block: dict[tuple[int, ...], set[int]] = {}
+    for numbers in layers:
+        for depth in range(len(numbers)):
+            by_block.setdefault(numbers[:depth], set()).add(numbers[depth])
+    return [
+        ".".join(map(str, (*block, number)))
+        for block, found in sorted(by_block.items())
+        for number in range(max(found))
+        if number not in found
+    ]
 
 
 def proven_equal(indexes: Sequence[ShardIndex]) -> frozenset[str]:
@@ -90,7 +127,7 @@ def find_ties(
                 ties[name] = rule.tied_to
             if kind == "copy":
                 untested[name] = rule.tied_to
-        elif says and any(is_flat_key(tensor.name) for tensor in indexes[0].tensors):
+        elif says and metadata is None and any(is_flat_key(tensor.name) for tensor in indexes[0].tensors):
             ties[name] = rule.tied_to  # FSDP keeps one of two tied parameters
     return tuple((a, b) for b, a in ties.items()), tuple((a, b) for b, a in untested.items())
 

@@ -162,6 +162,18 @@ def _check(prefix: str, group: Mapping[FileName, Sequence[ListedFile]], ignored:
                 "copy the missing files, or save the checkpoint again",
             )
         )
+    parts = {name.part for name in group if name.part is not None}
+    if absent := sorted(set(range(max(parts, default=-1) + 1)) - parts):
+        listed = some([f"{prefix}_part{part}.pt" for part in absent], 12)
+        problems.append(
+            Problem(
+                ErrorKind.SOURCE,
+                "missing-files",
+                f"{len(absent)} files of {prefix} are missing: {listed}",
+                (f"declared: parts up to {max(parts)}; actual: {len(parts)} files",),
+                "copy the missing files, or save the checkpoint again",
+            )
+        )
     for files in cells.values():
         for file in files:
             if file.size_bytes == 0:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from tasks.checkpoint import FlatParameter, ModelConfig
@@ -42,6 +42,11 @@ class Shape:
     gate: bool
     inner_norm: bool
     final_norm: bool
+    input: int
+    "features of the token embedding; projected where they are not `embed`"
+    output: int
+    untied: bool
+    "the output projection has a matrix of its own"
 
 
 def layer_entries(shape: Shape) -> list[Entry]:
@@ -93,14 +98,19 @@ def infer(
     unit_layers, problems = _units(lengths, config)
     if problems:
         return (), problems
-    fits = [
-        (shape, found)
-        for shape in _shapes(config, num_mp, fused)
-        if (found := _fit(lengths, unit_layers, shape, num_mp, num_dp, config)) is not None
-    ]
-    # The first shape is the one that cfg describes to the letter; the others only stand in where that does not fit.
-    if fits and (len(fits) == 1 or fits[0][0] == next(_shapes(config, num_mp, fused))):
-        return fits[0][1], []
+    stated = _stated_shape(config, num_mp, fused)
+    likely = [stated]
+    if stated.input != stated.embed:
+        # The one released model with projected embeddings (350M) has no final norm, and its cfg does not say so.
+        likely.append(replace(stated, final_norm=not stated.final_norm))
+
+    def fitting(shapes: Iterable[Shape]) -> list[tuple[FlatParameter, ...]]:
+        return [fit for shape in shapes for fit in _fit(lengths, unit_layers, shape, num_mp, num_dp, config)]
+
+    # What cfg describes to the letter comes first; others only stand in where that does not fit at all.
+    fits = fitting(likely) or fitting(_other_shapes(stated))
+    if len(fits) == 1:
+        return fits[0], []
     context = (
         *(
             f"{key}: {length} elements in each of {num_dp} shards"
@@ -143,11 +153,11 @@ def _units(lengths: Mapping[str, int], config: ModelConfig) -> tuple[dict[str, l
     return {"": [f"decoder.layers.{i}.{below}" for i in range(blocks) for below in inside(i)]}, []
 
 
-def _shapes(config: ModelConfig, num_mp: int, fused: bool) -> Iterator[Shape]:
-    """Yield the shape that cfg describes, then those that differ in what cfg is known to be silent about."""
+def _stated_shape(config: ModelConfig, num_mp: int, fused: bool) -> Shape:
+    """Return the shape that cfg describes."""
     embed, inner = config.embed_dim or 0, config.ffn_dim or 0
     gate = config.activation.endswith("glu")
-    stated = Shape(
+    return Shape(
         embed=embed,
         attention=embed // num_mp,
         inner=inner // num_mp,
@@ -157,10 +167,16 @@ def _shapes(config: ModelConfig, num_mp: int, fused: bool) -> Iterator[Shape]:
         last_bias=not config.no_bias,
         norms=not config.no_affine_norms,
         gate=gate,
-        inner_norm=False,
-        final_norm=not config.no_affine_norms,
+        inner_norm=config.inner_norms,
+        final_norm=not (config.no_affine_norms or config.no_final_norm),
+        input=config.input_dim or embed,
+        output=config.output_dim or embed,
+        untied=config.ties_embeddings is False,
     )
-    yield stated
+
+
+def _other_shapes(stated: Shape) -> Iterator[Shape]:
+    """Yield the shapes that differ from the stated one in what cfg is known to be silent about."""
     for last_bias, inner_norm in itertools.product((False, True), repeat=2):
         other = replace(stated, last_bias=last_bias, inner_norm=inner_norm)
         if other != stated:
@@ -174,43 +190,61 @@ def _fit(
     num_mp: int,
     num_dp: int,
     config: ModelConfig,
-) -> tuple[FlatParameter, ...] | None:
+) -> list[tuple[FlatParameter, ...]]:
+    """Return every way in which parameters of this shape come out to the lengths: mostly none or one."""
     layer = layer_entries(shape)
-    parameters = []
+    units: dict[str, list[Entry]] = {}
     for path, prefixes in unit_layers.items():
-        key = f"{path}.flat_param_0" if path else "flat_param_0"
-        below = [(prefix + name, dims) for prefix in prefixes for name, dims in layer]
-        entries = below if path else _root_entries(lengths[key], below, shape, num_mp, num_dp, config)
-        if entries is None or fsdp_chunk(_total(entries), num_dp) != lengths[key]:
-            return None
-        names, shapes = zip(*entries, strict=True)
-        parameters.append(FlatParameter(path, key, names, shapes))
-    return tuple(parameters)
+        units[path] = [(prefix + name, dims) for prefix in prefixes for name, dims in layer]
+        if path and fsdp_chunk(_total(units[path]), num_dp) != lengths[f"{path}.flat_param_0"]:
+            return []
+    return [
+        tuple(_parameter(path, entries if path else root) for path, entries in units.items())
+        for root in _roots(lengths["flat_param_0"], units[""], shape, num_mp, num_dp, config)
+    ]
 
 
-def _root_entries(
+def _parameter(path: str, entries: list[Entry]) -> FlatParameter:
+    names, shapes = zip(*entries, strict=True)
+    return FlatParameter(path, f"{path}.flat_param_0" if path else "flat_param_0", names, shapes)
+
+
+def _roots(
     length: int, layers: list[Entry], shape: Shape, num_mp: int, num_dp: int, config: ModelConfig
-) -> list[Entry] | None:
-    """Find the one number of vocabulary rows with which the root comes out; None if there is not exactly one."""
-    positions: list[Entry] = (
-        [("decoder.embed_positions.weight", (shape.positions, shape.embed))] if shape.positions else []
-    )
-    norm: list[Entry] = [(f"decoder.layer_norm.{name}", (shape.embed,)) for name in ("weight", "bias")]
-    rest = [*positions, *layers, *(norm if shape.final_norm else [])]
+) -> Iterator[list[Entry]]:
+    """Yield the root's parameters for every number of vocabulary rows with which its length comes out."""
+
+    def root(rows: int) -> list[Entry]:
+        d = shape.embed
+        return [
+            ("decoder.embed_tokens.weight", (rows, shape.input)),
+            *([("decoder.project_in_dim.weight", (d, shape.input))] if shape.input != d else []),
+            *([("decoder.embed_positions.weight", (shape.positions, d))] if shape.positions else []),
+            *layers,
+            *([("decoder.layer_norm.weight", (d,)), ("decoder.layer_norm.bias", (d,))] if shape.final_norm else []),
+            *([("decoder.project_out_dim.weight", (shape.output, d))] if shape.output != d else []),
+            *([("decoder.output_projection.weight", (rows, shape.output))] if shape.untied else []),
+        ]
+
+    without = _total(root(0))
+    row = _total(root(1)) - without
     # ceil(n / W) == length leaves W possible n; a row of the embedding is wider than that in any model of size.
-    fewest = (length - 1) * num_dp + 1 - _total(rest)
-    most = length * num_dp - _total(rest)
-    rows = range(max(1, -(-fewest // shape.embed)), most // shape.embed + 1)
-    if len(rows) > 1 and config.vocabulary is not None:
-        # Four special symbols are added to the dictionary's size (metaseq `Dictionary`; fairseq's bos, pad, eos, unk).
-        rows = range(0) if (config.vocabulary + 4) % num_mp else _only((config.vocabulary + 4) // num_mp, rows)
-    if len(rows) != 1:
-        return None
-    return [("decoder.embed_tokens.weight", (rows[0], shape.embed)), *rest]
+    fewest, most = (length - 1) * num_dp + 1 - without, length * num_dp - without
+    for rows in range(max(1, -(-fewest // row)), most // row + 1):
+        if _is_vocabulary(rows * num_mp, config):
+            yield root(rows)
 
 
-def _only(item: int, among: range) -> range:
-    return range(item, item + 1) if item in among else range(0)
+def _is_vocabulary(rows: int, config: ModelConfig) -> bool:
+    """Hold the number of rows against the dictionary's size, where cfg states it.
+
+    Four special symbols are added to it, and then, by some trainers, filler up to a multiple of eight (metaseq
+    `Dictionary.pad_to_multiple_`; bos, pad, eos and unk).
+    """
+    if config.vocabulary is None:
+        return True
+    symbols = config.vocabulary + 4
+    return rows in (symbols, -(-symbols // 8) * 8)
 
 
 def _total(entries: list[Entry]) -> int:

@@ -178,7 +178,9 @@ class _Builder:
     def _flat_stream(self, parameter: FlatParameter, position: int, numbers: Sequence[int]) -> Stream | None:
         total = sum(math.prod(shape) for shape in parameter.shapes)
         chunk = fsdp_chunk(total, self.mesh.dp)
-        offsets, dtypes, sound = [], set(), True
+        offsets: list[int] = []
+        dtypes: dict[str, str] = {}
+        sound = True
         for number in numbers:
             index = self.indexes[number]
             tensor = next(t for t in index.tensors if t.name == parameter.key)
@@ -201,16 +203,17 @@ class _Builder:
                     Padding(number, tensor.offset_bytes + stored * size, padding * size, parameter.key)
                 )
             offsets.append(tensor.offset_bytes)
-            dtypes.add(tensor.dtype)
+            dtypes.setdefault(tensor.dtype, index.label)
         if len(dtypes) > 1:
             self.fault(
                 "dtypes-differ",
-                f"{parameter.key} has several dtypes in the shards of one part: {sorted(dtypes)}",
+                f"{parameter.key} has several dtypes in the shards of one part",
+                *(f"{dtype} in {label}" for dtype, label in dtypes.items()),
                 hint="the files are of different checkpoints",
             )
         if not sound or len(dtypes) > 1:
             return None
-        return Stream(dtypes.pop(), total, chunk, tuple(numbers), tuple(offsets))
+        return Stream(next(iter(dtypes)), total, chunk, tuple(numbers), tuple(offsets))
 
     def _add(
         self,

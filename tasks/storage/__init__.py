@@ -8,6 +8,7 @@ backends; retry.py how often. Bit flips between a store and here are not noticed
 """
 
 from tasks.storage.dispatch import (
+    buffered_bytes,
     create_only,
     delete,
     exists,
@@ -32,6 +33,7 @@ __all__ = [
     "TargetWriter",
     "TransientStorageError",
     "basename",
+    "buffered_bytes",
     "create_only",
     "delete",
     "exists",

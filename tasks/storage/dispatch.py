@@ -55,6 +55,12 @@ def open_writer(url: str, size_bytes: int, *, temporary_directory: str) -> Targe
     return _backend(url).open_writer(url, size_bytes, temporary_directory=temporary_directory)
 
 
+def buffered_bytes(url: str, size_bytes: int) -> int:
+    """Return how much memory the writer of a file of this size holds at most."""
+    url = urls.normalise(url)
+    return _backend(url).buffered_bytes(size_bytes)
+
+
 def read_small(url: str) -> bytes:
     """Read a whole small file in one state."""
     url = urls.normalise(url)

@@ -33,7 +33,7 @@ from tasks.storage.problems import (
 _WINDOW_BYTES = 8 << 20
 _RANGE_BYTES = 16 << 20
 # Up to here a file is published from memory in one call; above, from its spool by put_file.
-_PIPED_BYTES = 64 << 20
+_PIPED_BYTES = 16 << 20
 _TRANSIENT = (TimeoutError, ConnectionError)
 # What file systems call the time or digest which changes with the contents, the surest first.
 _VERSION_KEYS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "updated", "modified", "created")
@@ -83,6 +83,9 @@ class GenericBackend:
 
     def open_writer(self, url: str, size_bytes: int, *, temporary_directory: str) -> GenericWriter:
         return GenericWriter(url, size_bytes)
+
+    def buffered_bytes(self, size_bytes: int) -> int:
+        return min(size_bytes, _PIPED_BYTES)
 
     def create_only(self, url: str, data: bytes) -> bool:
         file_system, path = _find(url)

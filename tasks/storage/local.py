@@ -51,6 +51,9 @@ class LocalBackend:
     def open_writer(self, url: str, size_bytes: int, *, temporary_directory: str) -> local_writer.LocalWriter:
         return local_writer.LocalWriter(url, size_bytes, temporary_directory=urls.normalise(temporary_directory))
 
+    def buffered_bytes(self, size_bytes: int) -> int:
+        return 0
+
     def create_only(self, url: str, data: bytes) -> bool:
         directory = urls.parent(url)
         with writing(url):

@@ -46,6 +46,9 @@ class S3Backend:
     def open_writer(self, url: str, size_bytes: int, *, temporary_directory: str) -> s3_writer.S3Writer:
         return s3_writer.S3Writer(url, size_bytes)
 
+    def buffered_bytes(self, size_bytes: int) -> int:
+        return s3_writer.buffered_bytes(size_bytes)
+
     def create_only(self, url: str, data: bytes) -> bool:
         return s3_writer.create_only(url, data)
 

@@ -44,6 +44,11 @@ def window_bytes(size_bytes: int) -> int:
     return max(_SMALLEST_WINDOW_BYTES, -(-even // _MIB) * _MIB)
 
 
+def buffered_bytes(size_bytes: int) -> int:
+    """Return how much a writer holds at most: the parts in flight and the one that fills."""
+    return min(size_bytes, (_PARTS_IN_FLIGHT + 1) * window_bytes(size_bytes))
+
+
 def checksummed(body: io.BytesIO) -> dict[str, Any]:
     """Return the arguments for a body; MD5 is the one checksum which every compatible store checks."""
     with body.getbuffer() as view:

@@ -15,6 +15,7 @@ from isal import isal_zlib
 from tasks.errors import ErrorKind, Problem, raise_if
 from tasks.torchfile.objects import StorageRef
 from tasks.torchfile.ranged_file import RangedFile, ReadRange
+from tasks.torchfile.unpickler import check_pickle_size
 from tasks.torchfile.zip_directory import COPY_AGAIN, Entry, bad_archive, read_directory
 from tasks.torchfile.zip_records import LOCAL_HEADER_BYTES, data_offset, descriptor_size
 
@@ -176,6 +177,7 @@ def _check_byteorder(file: RangedFile, records: Mapping[str, Record]) -> None:
 
 def _read_pickle(file: RangedFile, records: Mapping[str, Record]) -> bytes:
     record = records["data.pkl"]
+    check_pickle_size(file.name, record.size_bytes)
     data = file.read(record.offset_bytes, record.size_bytes)
     actual = isal_zlib.crc32(data)
     if record.crc32 not in (0, actual):

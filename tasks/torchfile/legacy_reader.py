@@ -13,7 +13,7 @@ from tasks.errors import ErrorKind, ReshardError, error
 from tasks.torchfile.objects import StorageRef
 from tasks.torchfile.opcode_scan import PickleForbiddenError, PickleTruncatedError, scan_pickle
 from tasks.torchfile.ranged_file import RangedFile, ReadRange
-from tasks.torchfile.unpickler import LoadedPickle, bad_pickle, load_with_storages
+from tasks.torchfile.unpickler import MAX_PICKLE_BYTES, LoadedPickle, bad_pickle, check_pickle_size, load_with_storages
 
 MAGIC_PICKLE = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """The first pickle of every such file of protocol 2: the number 0x1950a86a20f9469cfc6c."""
@@ -53,6 +53,7 @@ class _Head:
             except PickleTruncatedError as fault:
                 if len(self.data) == self.file.size_bytes:
                     raise _truncated(self.file, "its pickles do not end", str(fault)) from fault
+                check_pickle_size(self.file.name, len(self.data) + 1)
                 self._grow()
             except PickleForbiddenError as fault:
                 raise bad_pickle(self.file.name, fault) from fault
@@ -61,7 +62,7 @@ class _Head:
 
     def _grow(self) -> None:
         have = len(self.data)
-        self.data += self.file.read(have, min(3 * have, self.file.size_bytes - have))
+        self.data += self.file.read(have, min(3 * have, self.file.size_bytes - have, MAX_PICKLE_BYTES))
 
 
 def read_legacy(read: ReadRange, size_bytes: int, name: str) -> LegacyFile:
@@ -90,7 +91,12 @@ def read_legacy_of(file: RangedFile) -> LegacyFile:
 
 def _locate(file: RangedFile, loaded: LoadedPickle, keys: object, position: int) -> dict[StorageRef, tuple[int, int]]:
     by_key = {storage.key: storage for storage in loaded.storages}
-    if not isinstance(keys, list) or len(keys) != len(by_key) or {*map(str, keys)} != {*by_key}:
+    if (
+        not isinstance(keys, list)
+        or not all(type(key) is str for key in keys)
+        or len(keys) != len(by_key)
+        or {*keys} != {*by_key}
+    ):
         raise error(
             ErrorKind.SOURCE,
             "bad-pickle",

@@ -149,12 +149,25 @@ class LoadedOrderedDict(OrderedDict[Any, Any]):
 
     state: Any
 
+    def __init__(self, *args: Any, **items: Any) -> None:
+        """Take nothing, or a list of pairs, as Python 2 wrote it. Its keys are not seen by ``hash_work``."""
+        if args and not (len(args) == 1 and type(args[0]) is list and all(map(_is_plain_pair, args[0]))):
+            raise ValueError("an ordered dict is made of something else than pairs with plain keys")
+        super().__init__(*args, **items)
+
     def __setstate__(self, state: object) -> None:
         self.state = state
 
     def __reduce__(self) -> tuple[object, ...]:
         state = getattr(self, "state", None)
         return LoadedOrderedDict, (), state, None, iter(self.items())
+
+
+def _is_plain_pair(pair: object) -> bool:
+    if type(pair) not in (tuple, list) or len(pair) != 2:  # type: ignore[arg-type]
+        return False
+    key = pair[0]  # type: ignore[index]
+    return type(key) in (str, bytes) or (type(key) is int and abs(key) < 2**31)
 
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -17,8 +17,12 @@ ReadRange = Callable[[int, int], bytes]
 """``read(offset, length)`` gives exactly ``length`` bytes; whole ranges only."""
 
 
+# The head, the tail, the table and the pickle; local headers of a file packed again, one a tensor, are not kept.
+_MAX_PIECES = 16
+
+
 class RangedFile:
-    """One file of known size. Keeps all pieces read: for indexes, not for tensor data."""
+    """One file of known size. Keeps the first pieces read: for indexes, not for tensor data."""
 
     def __init__(self, read: ReadRange, size_bytes: int, name: str) -> None:
         self._read = read
@@ -50,5 +54,6 @@ class RangedFile:
                 context=(f"asked: {length} bytes at {offset}", f"actual: {len(piece)} bytes"),
                 hint="the file was replaced or cut while it was read: try again when nobody writes it",
             )
-        self._pieces.append((offset, piece))
+        if len(self._pieces) < _MAX_PIECES:
+            self._pieces.append((offset, piece))
         return piece

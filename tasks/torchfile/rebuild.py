@@ -16,12 +16,19 @@ from tasks.torchfile.objects import LoadedOrderedDict, OneByte, StorageRef, Tens
 Builder = Callable[[InertType, tuple[object, ...]], object]
 
 
+# torch's own limits.
+_MAX_DIMENSIONS = 64
+_MAX_INTEGER = 2**63
+
+
 def _integers(value: object) -> tuple[int, ...]:
     """Give a shape or stride as a plain tuple; files of some writers have a ``torch.Size`` there."""
     if is_instance_of(value, "torch.Size"):
         value = value.args[0] if len(value.args) == 1 else None  # type: ignore[attr-defined]
     if type(value) not in (tuple, list) or any(type(item) is not int for item in value):  # type: ignore[attr-defined]
         raise ValueError(f"a shape or stride is a {type(value).__name__}, not integers")
+    if len(value) > _MAX_DIMENSIONS or not all(-_MAX_INTEGER <= item < _MAX_INTEGER for item in value):  # type: ignore[arg-type, attr-defined]
+        raise ValueError("a shape or stride is too long, or has a number beyond 64 bits")
     return tuple(value)  # type: ignore[arg-type]
 
 
@@ -35,6 +42,8 @@ def _tensor(args: tuple[object, ...], untyped_dtype: str = "") -> TensorRef:
         raise ValueError(f"a tensor lies in a {type(storage).__name__}, not in a storage")
     if type(offset) is not int or type(requires_grad) is not bool:
         raise ValueError("a tensor's offset is no integer, or requires_grad no boolean")
+    if not 0 <= offset < _MAX_INTEGER:
+        raise ValueError("a tensor's offset is no possible one")
     return TensorRef(storage, offset, _integers(shape), _integers(stride), requires_grad, untyped_dtype=untyped_dtype)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import reprlib
 from dataclasses import dataclass
 
 from tasks.errors import ErrorKind, ReshardError, error
@@ -29,9 +30,19 @@ _FAULTS = (
     LookupError,
     ArithmeticError,
     MemoryError,
-    RecursionError,
+    RuntimeError,
+    SystemError,
+    BufferError,
     ImportError,
 )
+
+MAX_PICKLE_BYTES = 1 << 30
+"""Large checkpoints have less than a megabyte; a cache of the training data's lengths may make it some hundred."""
+
+# Each becomes a class, of about a kilobyte. Checkpoints name some dozens.
+_MAX_GLOBALS = 10_000
+# torch's own limit, of a size in memory.
+_MAX_ELEMENTS = 2**63
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +63,12 @@ class _RestrictedUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> type:
         found = self.globals.get((module, name))
         if found is None:
+            if len(self.globals) >= _MAX_GLOBALS:
+                raise ValueError(f"more than {_MAX_GLOBALS} globals")
+            # Both stand in lines of their own where they are written.
+            if "\n" in module or "\n" in name:
+                raise ValueError("a global's name has a line break")
+            module.encode(), name.encode()
             found = inert_global(module, name, BUILDERS.get((module, name)))
             self.globals[module, name] = found
         return found
@@ -68,13 +85,17 @@ class _RestrictedUnpickler(pickle.Unpickler):
             raise ValueError(f"a persistent id of {len(pid)} parts names no storage")
         tag, cls, key, location, num_elements = pid[:5]
         if len(pid) == 6 and pid[5] is not None:
-            raise ValueError(f"storage {key!r} is a view of another storage, as files before torch 0.4 have it")
+            raise ValueError(
+                f"storage {reprlib.repr(key)} is a view of another storage, as files before torch 0.4 have it"
+            )
         if not isinstance(cls, InertType) or cls.global_module not in _STORAGE_MODULES:
-            raise ValueError(f"{cls!r} is no storage type")
+            raise ValueError(f"{reprlib.repr(cls)} is no storage type")
         if cls.global_qualname not in DTYPE_OF_STORAGE_TYPE:
             raise ValueError(f"storage type {cls.global_qualname!r} is unknown")
         if type(key) is not str or type(location) is not str or type(num_elements) is not int or type(tag) is not str:
             raise ValueError("a storage's key, location or length has a wrong type")
+        if not 0 <= num_elements < _MAX_ELEMENTS:
+            raise ValueError(f"storage {reprlib.repr(key)} has an impossible number of elements")
         known = self.storages.get(key)
         if known is None:
             known = StorageRef(cls.global_qualname, key, location, num_elements, tag)
@@ -101,6 +122,12 @@ def load_with_storages(data: bytes, name: str = "data.pkl") -> LoadedPickle:
 def load_pickle(data: bytes, name: str = "data.pkl") -> object:
     """Load one whole pickle; see ``load_with_storages``."""
     return load_with_storages(data, name).root
+
+
+def check_pickle_size(name: str, size_bytes: int) -> None:
+    """Refuse to read a pickle that is larger than any checkpoint's: ReshardError."""
+    if size_bytes > MAX_PICKLE_BYTES:
+        raise bad_pickle(name, ValueError(f"its pickle has {size_bytes} bytes, more than {MAX_PICKLE_BYTES}"))
 
 
 def bad_pickle(name: str, fault: BaseException) -> ReshardError:

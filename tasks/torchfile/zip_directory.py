@@ -15,6 +15,9 @@ _LOCATOR = Struct("<4sLQL")
 _END64 = Struct("<4sQHHLLQQQQ")
 _CENTRAL = Struct("<4s6H3L5H2L")
 
+# Some three million records: every tensor of the largest checkpoint has one.
+_MAX_DIRECTORY_BYTES = 1 << 28
+
 COPY_AGAIN = "copy the file again from where it was saved"
 
 
@@ -52,6 +55,8 @@ def read_directory(file: RangedFile, *, tail_bytes: int) -> tuple[tuple[Entry, .
             found, _, _, _, disk, _, _, count, size, offset = _END64.unpack(file.read(end64, END64_BYTES))
             if found != b"PK\6\6":
                 raise bad_archive(file, "bad-archive", "has no 64-bit end record where it says", f"offset: {end64}")
+    if size > _MAX_DIRECTORY_BYTES:
+        raise bad_archive(file, "bad-archive", "has a table of records of impossible size", f"declared: {size} bytes")
     limit = tail_start + end
     if disk or offset + size > limit:
         raise bad_archive(

@@ -12,7 +12,6 @@ import contextlib
 import copy
 import json
 import sys
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,20 +22,19 @@ import torch.distributed as dist
 from fairscale.nn.data_parallel import FullyShardedDataParallel
 from torch import Tensor, nn
 
-# Odd sizes: the layers' flat parameters are padded on 2 and on 3 shards, the root's (even, no multiple of 3) on 3.
-HEADS, DIM, FFN, VOCAB, POSITIONS, LAYERS = 3, 15, 20, 26, 12, 2
+VOCAB, POSITIONS, LAYERS = 24, 11, 2
 GLOBAL_BATCH = 6
 LENGTH = 9
 
 
 @dataclass(frozen=True)
 class Job:
-    """One stretch of training: (start, stop) steps, from a checkpoint or from the start."""
+    """One stretch of training: steps from the first up to the one where it stops."""
 
     first_step: int
     stop_step: int
     result: str
-    "file for the losses and the whole model at the end"
+    "file for the losses, and for the whole model and optimizer state at the end"
     load: str = ""
     "prefix of the files, up to `-model_part-0`; empty: a new model"
     load_form: str = "sharded"
@@ -45,6 +43,9 @@ class Job:
     "prefix of the sharded checkpoint saved at the end; empty: none"
     save_unsharded_state: str = ""
     "prefix of one more: flat shards of the weights, the optimizer's state whole in rank 0's file"
+    heads: int = 2
+    dim: int = 14
+    ffn: int = 20
     fused: bool = True
     layer_units: bool = True
     "an FSDP unit for each layer, besides the root's"
@@ -55,48 +56,47 @@ class Job:
 class Attention(nn.Module):
     """Causal self-attention; a fused projection gives K, V, Q, in this order, as metaseq's does."""
 
-    def __init__(self, fused: bool) -> None:
+    def __init__(self, job: Job) -> None:
         super().__init__()
-        self.names = ("qkv_proj",) if fused else ("k_proj", "v_proj", "q_proj")
+        self.heads = job.heads
+        self.names = ("qkv_proj",) if job.fused else ("k_proj", "v_proj", "q_proj")
         for name in self.names:
-            setattr(self, name, nn.Linear(DIM, 3 * DIM if fused else DIM))
-        self.out_proj = nn.Linear(DIM, DIM)
+            setattr(self, name, nn.Linear(job.dim, 3 * job.dim if job.fused else job.dim))
+        self.out_proj = nn.Linear(job.dim, job.dim)
 
     def forward(self, x: Tensor) -> Tensor:
         joined = torch.cat([getattr(self, name)(x) for name in self.names], dim=-1)
-        k, v, q = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in joined.chunk(3, dim=-1))
+        k, v, q = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in joined.chunk(3, dim=-1))
         hidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
-        scores = (q @ k.transpose(-1, -2) / (DIM / HEADS) ** 0.5).masked_fill(hidden, float("-inf"))
-        out: Tensor = self.out_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(-2))
-        return out
+        scores = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(hidden, float("-inf"))
+        return self.out_proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(-2))
 
 
 class Layer(nn.Module):
     """A decoder layer; modules stand in metaseq's order, which is the order of the flat parameters."""
 
-    def __init__(self, fused: bool) -> None:
+    def __init__(self, job: Job) -> None:
         super().__init__()
-        self.self_attn = Attention(fused)
-        self.self_attn_layer_norm = nn.LayerNorm(DIM)
-        self.fc1 = nn.Linear(DIM, FFN)
-        self.fc2 = nn.Linear(FFN, DIM)
-        self.final_layer_norm = nn.LayerNorm(DIM)
+        self.self_attn = Attention(job)
+        self.self_attn_layer_norm = nn.LayerNorm(job.dim)
+        self.fc1 = nn.Linear(job.dim, job.ffn)
+        self.fc2 = nn.Linear(job.ffn, job.dim)
+        self.final_layer_norm = nn.LayerNorm(job.dim)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.self_attn(self.self_attn_layer_norm(x))
-        out: Tensor = x + self.fc2(torch.relu(self.fc1(self.final_layer_norm(x))))
-        return out
+        return x + self.fc2(torch.relu(self.fc1(self.final_layer_norm(x))))
 
 
 class Decoder(nn.Module):
     def __init__(self, job: Job) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(VOCAB, DIM)
-        self.embed_positions = nn.Embedding(POSITIONS, DIM)
-        layers = [Layer(job.fused) for _ in range(LAYERS)]
+        self.embed_tokens = nn.Embedding(VOCAB, job.dim)
+        self.embed_positions = nn.Embedding(POSITIONS, job.dim)
+        layers = [Layer(job) for _ in range(LAYERS)]
         self.layers = nn.ModuleList([shard(layer) for layer in layers] if job.layer_units else layers)
-        self.layer_norm = nn.LayerNorm(DIM)
-        self.output_projection = nn.Linear(DIM, VOCAB, bias=False)
+        self.layer_norm = nn.LayerNorm(job.dim)
+        self.output_projection = nn.Linear(job.dim, VOCAB, bias=False)
         self.output_projection.weight = self.embed_tokens.weight
         self.register_buffer("version", torch.tensor([3.0]))
 
@@ -104,8 +104,7 @@ class Decoder(nn.Module):
         x = self.embed_tokens(tokens) + self.embed_positions(torch.arange(tokens.shape[1]) + 2)
         for layer in self.layers:
             x = layer(x)
-        out: Tensor = self.output_projection(self.layer_norm(x))
-        return out
+        return self.output_projection(self.layer_norm(x))
 
 
 class Model(nn.Module):
@@ -114,8 +113,7 @@ class Model(nn.Module):
         self.decoder = Decoder(job)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        out: Tensor = self.decoder(tokens)
-        return out
+        return self.decoder(tokens)
 
 
 def shard(module: nn.Module) -> Any:
@@ -136,6 +134,8 @@ def stand_in_for_cuda() -> None:
     torch.cuda.stream = lambda *_: contextlib.nullcontext()  # type: ignore[assignment]
     torch.cuda.synchronize = lambda *_: None
     torch.Tensor.record_stream = lambda *_: None  # type: ignore[method-assign]
+    # From a GPU this copies, and fairscale gathers all moments of a parameter into one buffer, one after another.
+    torch.Tensor.cpu = torch.Tensor.clone  # type: ignore[method-assign]
     set_up = FullyShardedDataParallel._setup_streams
 
     def setup_streams(self: Any) -> None:
@@ -179,26 +179,29 @@ def train_step(model: Any, optimizer: torch.optim.Optimizer, step: int) -> float
 
 
 def plain(item: Any) -> Any:
-    """Copy a tree as metaseq's `move_to_cpu` does: dicts, lists and tuples become plain ones, tensors their own."""
+    """Copy a tree as metaseq's `move_to_cpu` does: containers become plain ones, tensors get storages of their own."""
     if isinstance(item, Tensor):
         return item.detach().clone()
     if isinstance(item, dict):
         return {key: plain(value) for key, value in item.items()}
     if isinstance(item, list | tuple):
-        return type(item)(plain(value) for value in item) if type(item) in (list, tuple) else tuple(item)
+        values = [plain(value) for value in item]
+        return values if isinstance(item, list) else tuple(values)
     return item
 
 
-def checkpoint(model: Any, state: object, *, sharded: bool) -> dict[str, Any]:
+def checkpoint(job: Job, model: Any, state: object, *, sharded: bool) -> dict[str, Any]:
     """Make the dict that metaseq's trainer saves on one rank."""
     arch = argparse.Namespace(
         _name="transformer_lm_megatron",
         decoder_layers=LAYERS,
-        decoder_embed_dim=DIM,
-        decoder_ffn_embed_dim=FFN,
-        decoder_attention_heads=HEADS,
+        decoder_embed_dim=job.dim,
+        decoder_ffn_embed_dim=job.ffn,
+        decoder_attention_heads=job.heads,
         model_parallel_size=1,
         share_decoder_input_output_embed=True,
+        checkpoint_activations=False,
+        min_params_to_wrap=0 if job.layer_units else 10**8,  # metaseq's default: layers smaller than that are no units
     )
     cfg = {
         "model": arch,
@@ -214,15 +217,15 @@ def checkpoint(model: Any, state: object, *, sharded: bool) -> dict[str, Any]:
         "last_optimizer_state": state,
         "shard_metadata": model.local_metadata_dict(),
     }
-    made: dict[str, Any] = plain(saved)
-    return made
+    return plain(saved)
 
 
 def gather(model: Any, state: dict[str, Any]) -> dict[str, Any] | None:
     """Return fairscale's whole state on rank 0. It changes the steps of what it is given, which gets a copy here."""
+    if dist.get_world_size() == 1:
+        return None  # fairscale 0.4.13 cannot gather from one process
     copied = copy.deepcopy(state)
-    gathered: dict[str, Any] | None = model.gather_full_optim_state_dict(SimpleNamespace(state_dict=lambda: copied))
-    return gathered
+    return model.gather_full_optim_state_dict(SimpleNamespace(state_dict=lambda: copied))
 
 
 def save(job: Job, model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
@@ -233,10 +236,10 @@ def save(job: Job, model: Any, optimizer: torch.optim.Optimizer) -> dict[str, An
             entry["step"] = int(entry["step"])
     rank = dist.get_rank()
     if job.save:
-        torch.save(checkpoint(model, state, sharded=True), f"{job.save}-model_part-0-shard{rank}.pt")
+        torch.save(checkpoint(job, model, state, sharded=True), f"{job.save}-model_part-0-shard{rank}.pt")
     whole = gather(model, state)
     if job.save_unsharded_state:
-        held = checkpoint(model, whole if rank == 0 else -1, sharded=False)
+        held = checkpoint(job, model, whole if rank == 0 else -1, sharded=False)
         torch.save(held, f"{job.save_unsharded_state}-model_part-0-shard{rank}.pt")
     return whole
 
@@ -287,10 +290,9 @@ def main(path: str) -> None:
     told = json.loads(Path(path).read_text())
     jobs = [Job(**job) for job in told["jobs"]]
     stand_in_for_cuda()
-    with tempfile.TemporaryDirectory() as folder:
-        # Forked processes have torch at once; none of its threads has started yet.
-        arguments = (told["workers"], f"{folder}/rendezvous", jobs)
-        torch.multiprocessing.start_processes(work, arguments, nprocs=told["workers"], start_method="fork")
+    # Forked processes have torch at once; none of its threads has started yet.
+    arguments = (told["workers"], f"{path}.rendezvous", jobs)
+    torch.multiprocessing.start_processes(work, arguments, nprocs=told["workers"], start_method="fork")
 
 
 if __name__ == "__main__":

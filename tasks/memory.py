@@ -1,0 +1,36 @@
+"""What a worker's memory is: measured beyond the idle process, so that it can be held against the budget."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+class PeakMemory:
+    """Measures the most memory that this process takes beyond what it has now.
+
+    Linux can forget the peak of the past, so that a worker's earlier tasks do not count; elsewhere they do.
+    """
+
+    def __init__(self) -> None:
+        try:
+            _CLEAR.write_text("5")
+        except OSError:
+            self._start = 0
+            return
+        self._start = _status_bytes("VmRSS")
+
+    def peak_bytes(self) -> int:
+        """Return the most that there was since the start, less what there was at the start."""
+        if not self._start:
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return max(0, _status_bytes("VmHWM") - self._start)
+
+
+def _status_bytes(name: str) -> int:
+    for line in _STATUS.read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    return 0
