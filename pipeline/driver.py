@@ -132,7 +132,7 @@ def execute(request: Request, found: Found, execution: Executor, progress: Progr
     folder.open(overwrite=request.overwrite)
     with _timed(times, "write_seconds"):
         finished = folder.finished()
-        third = nodes.write_nodes(plan, source, target, folder.url, request.memory_bytes, finished)
+        third = nodes.write_nodes(plan, source, target, folder.url, request, finished)
         if finished:
             say(f"{len(finished)} of {len(plan.ranks())} files are finished already")
         progress.begin("writing target files", len(third))

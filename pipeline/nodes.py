@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from cluster.dag import Node
+from pipeline.options import Request
 from pipeline.planning import Plan
 from tasks import storage
 from tasks.checkpoint import ShardIndex
@@ -40,12 +41,19 @@ def regroup(source: Source, target: Target, mp: int, replica_part: int | None) -
 
 
 def write(
-    source: Source, target: Target, mp: int, dp: int, paths: Mapping[str, str], memory_bytes: int, table: pa.Table
+    source: Source,
+    target: Target,
+    mp: int,
+    dp: int,
+    paths: Mapping[str, str],
+    memory_bytes: int,
+    durable: bool,
+    table: pa.Table,
 ) -> tuple[ShardResult, None]:
     """Write one target file, then its completion record; the first file of a slice saves the slice's plan as well."""
     if dp == 0:
         save_table(paths["plan"], table)
-    result = write_target_shard(source, target, mp, dp, paths["file"], paths["temporary"], memory_bytes, table)
+    result = write_target_shard(source, target, mp, dp, paths["file"], paths["temporary"], memory_bytes, durable, table)
     storage.write_small(paths["record"], record_of(paths["plan_id"], result))
     return result, None
 
@@ -78,14 +86,14 @@ def regroup_nodes(plan: Plan, source: object, target: object, replica_part: int 
 
 
 def write_nodes(
-    plan: Plan, source: object, target: object, folder: str, memory_bytes: int, finished: Collection[tuple[int, int]]
+    plan: Plan, source: object, target: object, folder: str, request: Request, finished: Collection[tuple[int, int]]
 ) -> list[Node]:
     """One node for each target file that is not finished."""
     return [
         Node(
             f"write {mp} {dp}",
             WRITE,
-            (source, target, mp, dp, paths(plan, folder, mp, dp), memory_bytes),
+            (source, target, mp, dp, paths(plan, folder, mp, dp), request.memory_bytes, request.durable),
             needs=(f"regroup {mp}",),
         )
         for mp, dp in plan.ranks()

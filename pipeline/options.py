@@ -48,6 +48,8 @@ class Request:
     address: str | None = None
     dry_run: bool = False
     overwrite: bool = False
+    durable: bool = True
+    "local files are on the disk before the manifest names them"
     json: bool = False
     replica_part: int | None = None
     heads: int | None = None
@@ -145,6 +147,12 @@ def make_parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--dry-run", action="store_true", help="plan and estimate only")
     run.add_argument("--overwrite", action="store_true", help="replace another target")
+    run.add_argument(
+        "--fsync",
+        choices=("on", "off"),
+        default="on",
+        help="off: faster on local disks, but a power cut may lose files of the manifest (default: %(default)s)",
+    )
     run.add_argument("--json", action="store_true", help="machine-readable result on stdout")
     return parser
 
@@ -172,6 +180,7 @@ def parse_request(arguments: Sequence[str] | None = None) -> Request:
         address=words.address,
         dry_run=words.dry_run,
         overwrite=words.overwrite,
+        durable=words.fsync == "on",
         json=words.json,
         replica_part=words.replica_part,
         heads=words.heads,

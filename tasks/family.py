@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from tasks.errors import ErrorKind, Problem
 from tasks.geometry import Box
@@ -22,6 +22,7 @@ _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_fpw_module"})
 _LEGACY_NORM = re.compile(r"(.*ffn_layernorm)\.lns\.(\d+)\.(weight|bias)")
 
 
+@lru_cache(maxsize=1 << 16)
 def clean_name(name: str) -> str:
     """
     >>> clean_name("_fsdp_wrapped_module.decoder.layers.0._fpw_module.fc1.weight")

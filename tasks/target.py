@@ -13,7 +13,7 @@ from tasks.family import local_box, modern_name, some
 from tasks.geometry import Box
 from tasks.layout import Mesh, Piece, SliceLayout, Stream, fsdp_chunk, split_key, state_key
 from tasks.source import Source
-from tasks.target_checks import Glued, cast_faults, divisibility_faults, mixed_dtypes, number_faults
+from tasks.target_checks import Glued, cast_faults, divisibility_faults, mixed_dtypes, number_faults, scale_faults
 
 
 class Projection(StrEnum):
@@ -108,6 +108,7 @@ def plan_target(source: Source, options: TargetOptions) -> tuple[Target | None, 
     if options.keep_state:
         more, found = _state_slots(source, slots)
         slots += more
+        problems += scale_faults(source, options.flat, options.moments_dtype)
         problems += found + number_faults(source, (_glued(slot) for slot in slots if not slot.state))
         dtypes |= {key: _moment_dtype(source, options, key) for key in source.state_tensors}
     problems += mixed_dtypes((_glued(slot) for slot in slots), dtypes)

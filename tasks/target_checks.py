@@ -38,6 +38,14 @@ def number_faults(source: Source, glued: Iterable[Glued]) -> list[Problem]:
     return problems
 
 
+def scale_faults(source: Source, flat: bool, moments_dtype: str) -> list[Problem]:
+    """Refuse moments with factors in an unflat target: fairscale would give one parameter's factor to all."""
+    if flat or moments_dtype or source.optimizer is None or not source.optimizer.scaled:
+        return []
+    message = "the optimizer's fp16 moments have factors, which an unflat file cannot hold for each parameter"
+    return [Problem(ErrorKind.PLAN, "scaled-moments", message, hint="pass --moments fp32, or --layout flat")]
+
+
 def optimizer_id(source: Source, member: str) -> int | None:
     """Return the source optimizer's id of the parameter that holds a tensor; None where it has none."""
     if source.optimizer is None:

@@ -7,10 +7,12 @@ not at all.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +20,7 @@ from isal import isal_zlib
 
 from tasks.checksums import Range, Trail
 from tasks.errors import ErrorKind, ReshardError, error
+from tasks.formats.metaseq_state_reader import number_of
 from tasks.formats.metaseq_state_target import holds_optimizer
 from tasks.formats.metaseq_target import TargetObjects, make_objects, provider_rank
 from tasks.gather import SCRATCH_BYTES, Bytes, Gatherer, Rows, rows_of_storages
@@ -29,7 +32,7 @@ from tasks.storage import TargetWriter, basename, buffered_bytes, open_writer
 from tasks.target import Target
 from tasks.torchfile.archive_writer import ArchiveLayout, archive_name_of, plan_archive
 from tasks.torchfile.file_index import open_torch_file
-from tasks.torchfile.objects import StorageRef
+from tasks.torchfile.objects import StorageRef, TensorRef
 from tasks.torchfile.pickler import dump_pickle
 
 # Objects of a file (its pickle, configuration and index) beside the buffers; measured 3-9 MiB for 1,200 tensors.
@@ -78,6 +81,7 @@ def write_target_shard(
     url: str,
     temporary_directory: str,
     memory_bytes: int,
+    durable: bool,
     table: pa.Table,
 ) -> ShardResult:
     """Write the target file (mp, dp) to `url`. `table` is its part's plan, as `regroup_mp_slice` hands it on."""
@@ -86,7 +90,9 @@ def write_target_shard(
         trail = Trail()
         with ReaderPool(source.files, trail) as readers:
             layout, bodies = plan_file(source, target, mp, dp, url, rows_of_file(table, dp), readers)
-            with open_writer(url, layout.size_bytes, temporary_directory=temporary_directory) as writer:
+            with open_writer(
+                url, layout.size_bytes, temporary_directory=temporary_directory, durable=durable
+            ) as writer:
                 window = window_bytes(writer.window_bytes, buffered_bytes(url, layout.size_bytes), memory_bytes)
                 crc32 = _stream(layout, bodies, writer, Gatherer(readers), window)
                 identity = writer.commit()
@@ -109,7 +115,7 @@ def write_target_shard(
 
 def projected_memory_bytes(url: str, size_bytes: int, window: int) -> int:
     """Return the most memory that writing a file of this size takes beyond an idle worker."""
-    return window + buffered_bytes(url, size_bytes) + SCRATCH_BYTES + OBJECTS_BYTES
+    return 2 * window + buffered_bytes(url, size_bytes) + SCRATCH_BYTES + OBJECTS_BYTES
 
 
 def window_bytes(preferred: int, buffered: int, memory_bytes: int) -> int:
@@ -117,7 +123,7 @@ def window_bytes(preferred: int, buffered: int, memory_bytes: int) -> int:
 
     `buffered` is what the writer holds besides.
     """
-    room = memory_bytes - SCRATCH_BYTES - OBJECTS_BYTES - buffered
+    room = (memory_bytes - SCRATCH_BYTES - OBJECTS_BYTES - buffered) // 2  # one is filled while the other is written
     return max(min(preferred, room) >> 16 << 16, 1 << 16)
 
 
@@ -135,13 +141,17 @@ def plan_file(
         return file.root
 
     provider = provider_rank(source.mesh, target.options.mesh, mp, dp)
-    number = source.file_number(*provider)
-    root = state_root = objects(number)
+    root = state_root = objects(source.file_number(*provider))
     if source.optimizer is not None and target.options.keep_state and not holds_optimizer(root):
         # Where the state is not sharded, the first rank of the part has all of it.
         state_root = objects(source.file_number(provider[0], 0))
     scales = {number: found.target_scale for number, found in rows.items()}
-    made = make_objects(root, state_root, source, target, mp=mp, dp=dp, scales=scales)
+
+    def number(tensor: TensorRef) -> float:
+        at = {tensor.storage: (origins[tensor.storage][1], 0, None)}
+        return number_of(tensor, at, lambda offset, size: readers.read(origins[tensor.storage][0], offset, size))
+
+    made = make_objects(root, state_root, source, target, mp=mp, dp=dp, scales=scales, number_of=number)
     pickle_data, storages = dump_pickle(made.root)
     bodies = [_body(storage, made, rows, origins) for storage in storages]
     return plan_archive(archive_name_of(basename(url)), pickle_data, [body.size_bytes for body in bodies]), bodies
@@ -166,29 +176,60 @@ def _planned_body(storage: StorageRef, rows: Rows | None) -> Body:
 
 def _stream(layout: ArchiveLayout, bodies: list[Body], writer: TargetWriter, gatherer: Gatherer, window: int) -> int:
     """Write the file in order; return the CRC32 of all of it."""
-    buffer = np.empty(min(window, max((body.size_bytes for body in bodies), default=0)), np.uint8)
+    size = min(window, max((body.size_bytes for body in bodies), default=0))
+    buffers = itertools.cycle([np.empty(size, np.uint8), np.empty(size, np.uint8)])
     crcs: list[int] = []
     total = 0
 
     def put(data: bytes) -> None:
         nonlocal total
-        writer.write(data)
+        behind.write(data)
         total = isal_zlib.crc32(data, total)
 
-    put(layout.head)
-    for number, body in enumerate(bodies):
-        crc = 0
-        for begin in range(0, body.size_bytes, window):
-            view = buffer[: min(window, body.size_bytes - begin)]
-            _fill(body, begin, view, gatherer)
-            crc = isal_zlib.crc32(view, crc)
-            writer.write(view.data)
-        total = isal_zlib.crc32_combine(total, crc, body.size_bytes)
-        crcs.append(crc)
-        if number + 1 < len(bodies):
-            put(layout.between(number, crc))
-    put(layout.tail(crcs))
+    with WriteBehind(writer) as behind:
+        put(layout.head)
+        for number, body in enumerate(bodies):
+            crc = 0
+            for begin in range(0, body.size_bytes, window):
+                view = next(buffers)[: min(window, body.size_bytes - begin)]
+                _fill(body, begin, view, gatherer)
+                crc = isal_zlib.crc32(view, crc)
+                behind.write(view.data)
+            total = isal_zlib.crc32_combine(total, crc, body.size_bytes)
+            crcs.append(crc)
+            if number + 1 < len(bodies):
+                put(layout.between(number, crc))
+        put(layout.tail(crcs))
     return total
+
+
+class WriteBehind:
+    """Writes one piece while the caller makes the next: a buffer may be used again after the next `write`."""
+
+    def __init__(self, writer: TargetWriter) -> None:
+        self._writer = writer
+        self._pool = ThreadPoolExecutor(1, "write-behind")
+        self._pending: Future[None] | None = None
+
+    def write(self, data: memoryview | bytes) -> None:
+        """Wait until the piece before is written, then hand this one over."""
+        self._wait()
+        self._pending = self._pool.submit(self._writer.write, data)
+
+    def _wait(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self._wait()
+        finally:
+            self._pool.shutdown(wait=True)
 
 
 def _fill(body: Body, begin: int, view: Bytes, gatherer: Gatherer) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from tasks.checkpoint import FlatParameter, ModelConfig, ShardMetadata, StatePart, StoredTensor
@@ -22,6 +22,7 @@ from tasks.torchfile.objects import StorageRef, TensorRef
 _OLD_FLAT_NAME, _FLAT_NAME = "flat_param", "flat_param_0"
 OPTIMIZER_KEYS = ("last_optimizer_state", "optimizer", "optimizer_state")
 EMA_KEYS = ("ema", "ema_fp32_params")
+_LEAVES = frozenset({str, int, float, bool, bytes, type(None)})
 
 
 def flat_key(name: str) -> str:
@@ -277,10 +278,15 @@ def storages(node: object) -> list[StorageRef]:
             continue
         seen.add(id(item))
         if isinstance(item, dict):
-            stack += item.keys()
-            stack += item.values()
+            stack += _without_leaves(item.keys())
+            stack += _without_leaves(item.values())
         elif isinstance(item, Inert):
             stack += [item.function, item.args, item.keywords, item.state, item.list_items, item.dict_items]
         else:
-            stack += item
+            stack += _without_leaves(item)
     return list(found.values())
+
+
+def _without_leaves(items: Iterable[object]) -> list[object]:
+    """Leave out what most nodes are: a file's metadata holds ten thousand names and numbers."""
+    return [item for item in items if type(item) not in _LEAVES]

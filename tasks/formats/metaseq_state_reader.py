@@ -18,9 +18,12 @@ from tasks.torchfile.objects import StorageRef, TensorRef
 
 OPTIMIZER_KEY = "last_optimizer_state"
 NAMES_KEY = "param_names"
+# {name: dtype} of the numbers for each parameter that are tensors where the state is sharded. Unsharded state has plain
+# numbers: fairscale's `get_shard_from_optim_state_dict` would cut a tensor into shards.
+TENSOR_NUMBERS_KEY = "tensor_numbers"
 ID_MAP_KEY = "param_id_map"
 _SCALE = "_scale"
-_FORMATS = {"float32": "<f", "float64": "<d", "float16": "<e"}
+_FORMATS = {"float32": "<f", "float64": "<d", "float16": "<e", "int64": "<q", "int32": "<i"}
 
 Locations = Mapping[StorageRef, tuple[int, int, int | None]]
 ReadRange = Callable[[int, int], bytes]
@@ -88,14 +91,22 @@ def number_of(item: object, locations: Locations, read: ReadRange) -> float:
     """Return the value of a number or of a tensor of one number."""
     if isinstance(item, TensorRef) and item.dtype in _FORMATS:
         at = locations[item.storage][0] + item.offset * item.item_size_bytes
-        return float(struct.unpack(_FORMATS[item.dtype], read(at, item.item_size_bytes))[0])
+        number: float = struct.unpack(_FORMATS[item.dtype], read(at, item.item_size_bytes))[0]
+        return number
     if isinstance(item, int | float) and not isinstance(item, bool):
         return float(item)
     raise ValueError(f"{item!r} is not a number")
 
 
+def pack_number(dtype: str, number: float) -> bytes:
+    """Return the bytes of a tensor of one number."""
+    return struct.pack(_FORMATS[dtype], number)
+
+
 def _token(item: object, locations: Locations) -> str:
     """Return what two equal scalars have in common; the checksum of one number stands for its bytes."""
+    if isinstance(item, TensorRef) and item.dtype not in _FORMATS:
+        raise ValueError(f"a {item.dtype} tensor of one number is of no kind known")
     if isinstance(item, TensorRef):
         return f"{item.dtype} tensor {locations[item.storage][2]}"
     return repr(item) if isinstance(item, int | float | str | bool | None) else type(item).__name__

@@ -2,8 +2,8 @@
 
 A flat target's optimizer has an entry for each flat parameter, as sharded metaseq runs save it. An unflat target's
 has one for each named parameter, in the form of fairscale's `gather_full_optim_state_dict` (`param_id_map`,
-`uncollected_local_ids`), and besides `param_names` {id: name}, so that nothing has to be guessed when it is read
-again.
+`uncollected_local_ids`), and besides `param_names` {id: name} and `tensor_numbers` {name: dtype}, so that nothing has
+to be guessed when it is read again.
 """
 
 from __future__ import annotations
@@ -11,7 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tasks.formats.metaseq_state_reader import ID_MAP_KEY, NAMES_KEY, OPTIMIZER_KEY, is_moment, is_scale
+from tasks.formats.metaseq_state_reader import (
+    ID_MAP_KEY,
+    NAMES_KEY,
+    OPTIMIZER_KEY,
+    TENSOR_NUMBERS_KEY,
+    is_moment,
+    is_scale,
+)
 from tasks.source import Source
 from tasks.target import Entry, Slot, Target, Unit, fsdp_units
 from tasks.target_checks import optimizer_id
@@ -21,8 +28,10 @@ TensorOf = Callable[[int], TensorRef]
 "Makes the tensor of a storage, by its number in the plan."
 SingleCopy = Callable[[TensorRef], TensorRef]
 "Makes a tensor with bytes of its own from one of the source."
-NumberTensor = Callable[[TensorRef, float], TensorRef]
-"Makes a tensor of one number like another."
+NumberTensor = Callable[[str, float], TensorRef]
+"Makes a tensor of one number, of a dtype."
+NumberOf = Callable[[TensorRef], float]
+"Reads the number of a tensor of one."
 
 
 class StateMaker:
@@ -35,6 +44,7 @@ class StateMaker:
         tensor_of: TensorOf,
         single_copy: SingleCopy,
         number_tensor: NumberTensor,
+        number_of: NumberOf,
         scales: Mapping[int, float],
     ) -> None:
         self._source = source
@@ -42,6 +52,8 @@ class StateMaker:
         self._tensor_of = tensor_of
         self._single_copy = single_copy
         self._number_tensor = number_tensor
+        self._number_of = number_of
+        self._tensor_numbers: dict[str, str] = {}
         self._scales = scales
         self._numbers = {(slot.state, _name(slot)): number for number, slot in enumerate(target.slots)}
 
@@ -65,6 +77,7 @@ class StateMaker:
                 things.append((unit.key, unit.entries[0], local))
             else:
                 things += [(entry.name, entry, local) for entry in unit.entries]
+        self._tensor_numbers = dict(held.get(TENSOR_NUMBERS_KEY, {}))
         states = {}
         for number, (name, entry, _) in enumerate(things):
             old = optimizer_id(self._source, entry.members[0])
@@ -75,13 +88,15 @@ class StateMaker:
             for position, group in enumerate(held["param_groups"])
         ]
         made = {**held, "state": states, "param_groups": groups}
-        for key in (ID_MAP_KEY, NAMES_KEY, "uncollected_local_ids"):
+        for key in (ID_MAP_KEY, NAMES_KEY, TENSOR_NUMBERS_KEY, "uncollected_local_ids"):
             made.pop(key, None)
         if not flat:
             with_state = {local for number, (_, _, local) in enumerate(things) if number in states}
             made[ID_MAP_KEY] = {n: local if local in with_state else None for n, (_, _, local) in enumerate(things)}
             made["uncollected_local_ids"] = []
             made[NAMES_KEY] = {number: name for number, (name, _, _) in enumerate(things)}
+            if self._tensor_numbers:
+                made[TENSOR_NUMBERS_KEY] = self._tensor_numbers
         return made
 
     def _group(self, entry: Entry) -> int:
@@ -99,10 +114,15 @@ class StateMaker:
                 if self._target.options.moments_dtype:
                     continue  # the numbers have taken it up
                 scale = self._scales.get(self._numbers[moment, name], 1.0)
-                made[key] = self._number_tensor(item, scale) if isinstance(item, TensorRef) else scale
-            elif isinstance(item, TensorRef):
+                made[key] = self._number_tensor(item.dtype, scale) if isinstance(item, TensorRef) else scale
+            elif isinstance(item, TensorRef) and self._target.options.flat:
                 # Optimizers count steps in place: two parameters must never share a step's bytes.
                 made[key] = self._single_copy(item)
+            elif isinstance(item, TensorRef):
+                self._tensor_numbers[key] = item.dtype
+                made[key] = self._number_of(item)
+            elif key in self._tensor_numbers and self._target.options.flat:
+                made[key] = self._number_tensor(self._tensor_numbers[key], item)
             else:
                 made[key] = item
         return made

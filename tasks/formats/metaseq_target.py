@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import math
 import re
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tasks.formats import config_tree
 from tasks.formats.metaseq_reader import EMA_KEYS, OPTIMIZER_KEYS
-from tasks.formats.metaseq_state_reader import OPTIMIZER_KEY
-from tasks.formats.metaseq_state_target import StateMaker, holds_optimizer
+from tasks.formats.metaseq_state_reader import OPTIMIZER_KEY, pack_number
+from tasks.formats.metaseq_state_target import NumberOf, StateMaker, holds_optimizer
 from tasks.layout import Mesh, fsdp_chunk
 from tasks.source import Source
 from tasks.target import Target, entry_elements, entry_shape, flat_parameters, slot_dtype
@@ -50,12 +49,11 @@ class TargetObjects:
         self.copies[storage] = tensor.storage
         return replace(tensor, storage=storage)
 
-    def number_tensor(self, like: TensorRef, number: float) -> TensorRef:
-        """Make a tensor of one number, of the dtype of another."""
-        data = struct.pack({"float16": "<e", "float32": "<f", "float64": "<d"}[like.dtype], number)
-        storage = StorageRef(like.storage.storage_type, "number", like.storage.location, 1)
-        self.literals[storage] = data
-        return replace(like, storage=storage, offset=0)
+    def number_tensor(self, dtype: str, number: float) -> TensorRef:
+        """Make a tensor of one number."""
+        storage = StorageRef(STORAGE_TYPE_OF_DTYPE[dtype], "number", "cpu", 1)
+        self.literals[storage] = pack_number(dtype, number)
+        return TensorRef(storage, 0, (), ())
 
 
 def provider_rank(source: Mesh, target: Mesh, mp: int, dp: int) -> tuple[int, int]:
@@ -82,12 +80,21 @@ def dropped_state(source: Mesh, target: Mesh) -> tuple[str, ...]:
 
 
 def make_objects(
-    root: Any, state_root: Any, source: Source, target: Target, *, mp: int, dp: int, scales: Mapping[int, float]
+    root: Any,
+    state_root: Any,
+    source: Source,
+    target: Target,
+    *,
+    mp: int,
+    dp: int,
+    scales: Mapping[int, float],
+    number_of: NumberOf,
 ) -> TargetObjects:
     """Make the objects of the target file (mp, dp) from those of its provider, which are changed in place.
 
     `state_root` are the objects of the file that has the optimizer's state, mostly the same. `scales` are the factors
-    of this file's moments, by number of the storage in the plan, where they have any.
+    of this file's moments, by number of the storage in the plan, where they have any. `number_of` reads a tensor of
+    one number.
     """
     made = TargetObjects()
     names = model_order(target)
@@ -99,7 +106,7 @@ def make_objects(
         total = sum(entry_elements(source, target, entry) for entry in slot.entries)
         return made.tensor(number, slot_dtype(target, slot), (fsdp_chunk(total, target.options.mesh.dp),))
 
-    state = StateMaker(source, target, tensor_of, made.single_copy, made.number_tensor, scales)
+    state = StateMaker(source, target, tensor_of, made.single_copy, made.number_tensor, number_of, scales)
     model = state.average("", names)
     is_bare = not (isinstance(root, dict) and isinstance(root.get("model"), dict))
     if is_bare and not target.options.flat:

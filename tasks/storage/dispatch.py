@@ -46,13 +46,15 @@ def open_reader(identity: FileIdentity) -> ByteReader:
     return _backend(identity.url).open_reader(identity)
 
 
-def open_writer(url: str, size_bytes: int, *, temporary_directory: str) -> TargetWriter:
+def open_writer(url: str, size_bytes: int, *, temporary_directory: str, durable: bool = True) -> TargetWriter:
     """Open a new file of known size, which appears at its commit.
 
     The temporary directory is used by local files only, and must be on their file system; missing directories are made.
+    So is `durable`: without it a local file may be lost in a power cut after its commit.
     """
     url = urls.normalise(url)
-    return _backend(url).open_writer(url, size_bytes, temporary_directory=temporary_directory)
+    backend = _backend(url)
+    return backend.open_writer(url, size_bytes, temporary_directory=temporary_directory, durable=durable)
 
 
 def buffered_bytes(url: str, size_bytes: int) -> int:

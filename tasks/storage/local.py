@@ -48,8 +48,11 @@ class LocalBackend:
     def open_reader(self, identity: FileIdentity) -> LocalReader:
         return LocalReader(identity)
 
-    def open_writer(self, url: str, size_bytes: int, *, temporary_directory: str) -> local_writer.LocalWriter:
-        return local_writer.LocalWriter(url, size_bytes, temporary_directory=urls.normalise(temporary_directory))
+    def open_writer(
+        self, url: str, size_bytes: int, *, temporary_directory: str, durable: bool
+    ) -> local_writer.LocalWriter:
+        directory = urls.normalise(temporary_directory)
+        return local_writer.LocalWriter(url, size_bytes, temporary_directory=directory, durable=durable)
 
     def buffered_bytes(self, size_bytes: int) -> int:
         return 0

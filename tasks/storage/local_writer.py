@@ -21,6 +21,9 @@ from tasks.storage.problems import wrong_length
 
 # Larger windows give no more speed on local disks or NFS (whose wsize is 1 MiB at most), smaller ones cost calls.
 _WINDOW_BYTES = 4 << 20
+# How much is written before the disk is told to begin with it, so that little is left when fsync asks. 32 and 64 MiB
+# measured alike on ext4 (2 GB: 1.5 s without, 1.05 s with); 8 MiB was less steady where two workers wrote at once.
+_BEHIND_BYTES = 32 << 20
 # Keeps the temporary name under the 255 bytes of a name for every alphabet.
 _NAME_CHARACTERS = 40
 
@@ -28,11 +31,13 @@ _NAME_CHARACTERS = 40
 class LocalWriter:
     """Write one file; see the module for how it appears."""
 
-    def __init__(self, url: str, size_bytes: int, *, temporary_directory: str) -> None:
+    def __init__(self, url: str, size_bytes: int, *, temporary_directory: str, durable: bool = True) -> None:
         self.window_bytes = _WINDOW_BYTES
+        self._durable = durable
         self._url = url
         self._size_bytes = size_bytes
         self._written_bytes = 0
+        self._begun_bytes = 0
         self._descriptor = -1
         with writing(url):
             make_directory(urls.parent(url))
@@ -47,12 +52,15 @@ class LocalWriter:
         with writing(self._url):
             write_all(self._descriptor, view)
         self._written_bytes += len(view)
+        if self._durable and self._written_bytes - self._begun_bytes >= _BEHIND_BYTES:
+            self._begin_writeback()
 
     def commit(self) -> FileIdentity:
         if self._written_bytes != self._size_bytes:
             raise wrong_length(self._url, self._size_bytes, f"{self._written_bytes} bytes")
         with writing(self._url):
-            os.fsync(self._descriptor)
+            if self._durable:
+                os.fsync(self._descriptor)
             self._close()
             os.replace(self._temporary, self._url)
             self._temporary = ""
@@ -77,6 +85,16 @@ class LocalWriter:
 
     def __reduce__(self) -> str:
         raise TypeError("a writer belongs to its process")
+
+    def _begin_writeback(self) -> None:
+        """Let the disk begin with what it was not yet told of, without waiting for it.
+
+        Linux writes the range out before it drops what is clean already. Errors stay for fsync to tell.
+        """
+        length_bytes = self._written_bytes - self._begun_bytes
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(self._descriptor, self._begun_bytes, length_bytes, os.POSIX_FADV_DONTNEED)
+        self._begun_bytes = self._written_bytes
 
     def _close(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1

@@ -43,7 +43,7 @@ class S3Backend:
             raise source_changed(identity, f"{found.size_bytes} bytes, version {found.version}")
         return S3Reader(identity)
 
-    def open_writer(self, url: str, size_bytes: int, *, temporary_directory: str) -> s3_writer.S3Writer:
+    def open_writer(self, url: str, size_bytes: int, *, temporary_directory: str, durable: bool) -> s3_writer.S3Writer:
         return s3_writer.S3Writer(url, size_bytes)
 
     def buffered_bytes(self, size_bytes: int) -> int:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copyreg
 from collections.abc import Callable, Iterable
+from types import FunctionType
 from typing import Any, Self
 
 NO_STATE = Ellipsis
@@ -159,7 +160,9 @@ def _restore(
 
 
 def _reduce_type(cls: InertType) -> tuple[Callable[..., InertType], tuple[Any, ...]]:
-    return inert_global, (cls.global_module, cls.global_qualname, cls.builder)
+    # A builder that is bound to one load cannot go with it, and has no more to do.
+    builder = cls.builder if isinstance(cls.builder, FunctionType) else None
+    return inert_global, (cls.global_module, cls.global_qualname, builder)
 
 
 # Lets inert objects cross a process boundary with the plain pickle module.

@@ -1,6 +1,7 @@
 """Write objects as torch.save's pickle does, byte for byte: protocol 2, C pickler, storages numbered as they come.
 
-Takes what ``unpickler`` gives and plain builtin values. Inert objects are written back as they came. Memo numbers
+Takes what ``unpickler`` gives and plain builtin values. Inert objects are written back as they came, those of later
+protocols in the form that protocol 2 has for them. Memo numbers
 follow object identity as in the C pickler, so sharing is kept. Does not write files.
 
 >>> dump_pickle([True])
@@ -13,7 +14,7 @@ from collections import OrderedDict
 
 from tasks.errors import ErrorKind, ReshardError, error
 from tasks.torchfile.dtypes import UNTYPED_STORAGE
-from tasks.torchfile.inert import CALLED, NEW, NO_STATE, Inert, InertType
+from tasks.torchfile.inert import CALLED, NEW, NEW_WITH_KEYWORDS, NO_STATE, Inert, InertType
 from tasks.torchfile.objects import LoadedOrderedDict, StorageRef, TensorRef
 from tasks.torchfile.plain_pickler import PlainPickler, UnsupportedValueError
 
@@ -66,9 +67,11 @@ class _Pickler(PlainPickler):
             self.save(type(value))
             opcode = b"\x81"
         else:
-            raise UnsupportedValueError(f"{value!r} was made with keywords, which protocol 2 cannot write")
-        self.kept.append(value.args)
-        self.save_tuple(value.args)
+            self.save_new_with_keywords(value)
+            opcode = b"R"
+        args = () if value.made_by == NEW_WITH_KEYWORDS else value.args
+        self.kept.append(args)
+        self.save_tuple(args)
         self.out += opcode
         if id(value) in self.memo:  # its arguments held the object itself
             self.out += b"0"
@@ -79,6 +82,30 @@ class _Pickler(PlainPickler):
         self.set_all(iter(value.dict_items))
         if value.state is not NO_STATE:
             self.save_state(value.state)
+
+    def save_new_with_keywords(self, value: Inert) -> None:
+        """Write what gives the object when it is called: protocol 2 has no opcode for keywords, so a partial."""
+        self.save_global("functools", "partial")
+        self.save_global("__builtin__", "getattr")
+        self.save(type(value))
+        self.save_str("__new__")
+        self.out += b"\x86"
+        self.put_number()
+        self.out += b"R"
+        new = self.put_number()
+        self.out += b"\x85"
+        self.put_number()
+        self.out += b"R"
+        self.put_number()
+        self.out += b"("
+        self.get(new)
+        args = (type(value), *value.args)
+        self.kept.append(args)
+        self.save_tuple(args)
+        self.save_dict(value.keywords)
+        self.out += b"Nt"
+        self.put_number()
+        self.out += b"b"
 
     def save_storage(self, storage: StorageRef) -> None:
         key = self.storage_keys.get(storage)

@@ -115,7 +115,17 @@ class PlainPickler:
         if number is not None:
             self.get(number)
             return
-        self.out += f"c{module}\n{name}\n".encode()
+        parent, _, last = name.rpartition(".")
+        if parent:  # protocol 2 knows names of modules only
+            self.save_global("__builtin__", "getattr")
+            self.save_global(module, parent)
+            self.kept.append(last)
+            self.save_str(last)
+            self.out += b"\x86"
+            self.put_number()
+            self.out += b"R"
+        else:
+            self.out += f"c{module}\n{name}\n".encode()
         self.global_memo[module, name] = self.put_number()
 
     def save_bytes(self, value: bytes) -> None:
@@ -180,7 +190,7 @@ class PlainPickler:
                 self.save(item)
             self.out += b"e"
 
-    def save_dict(self, value: dict[object, object]) -> None:
+    def save_dict(self, value: dict[Any, Any]) -> None:
         if self.known(value):
             return
         self.out += b"}"

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 
 from tasks.errors import ErrorKind, ReshardError, error
 from tasks.torchfile.dtypes import DTYPE_OF_STORAGE_TYPE
-from tasks.torchfile.inert import InertType, inert_global
+from tasks.torchfile.inert import InertType, inert_global, make_call
 from tasks.torchfile.objects import LoadedOrderedDict, StorageRef
 from tasks.torchfile.opcode_scan import scan_pickle
 from tasks.torchfile.rebuild import BUILDERS
 
+_BUILTINS = frozenset({"builtins", "__builtin__"})
 _STORAGE_MODULES = frozenset({"torch", "torch.storage", "torch.cuda"})
 
 # All that the C unpickler and the builders raise on data that is not what it seems.
@@ -41,6 +42,7 @@ MAX_PICKLE_BYTES = 1 << 30
 
 # Each becomes a class, of about a kilobyte. Checkpoints name some dozens.
 _MAX_GLOBALS = 10_000
+_MAX_NAME = 2000
 # torch's own limit, of a size in memory.
 _MAX_ELEMENTS = 2**63
 
@@ -65,13 +67,22 @@ class _RestrictedUnpickler(pickle.Unpickler):
         if found is None:
             if len(self.globals) >= _MAX_GLOBALS:
                 raise ValueError(f"more than {_MAX_GLOBALS} globals")
+            if len(module) + len(name) > _MAX_NAME:
+                raise ValueError(f"a global's name has more than {_MAX_NAME} characters")
             # Both stand in lines of their own where they are written.
             if "\n" in module or "\n" in name:
                 raise ValueError("a global's name has a line break")
             module.encode(), name.encode()
-            found = inert_global(module, name, BUILDERS.get((module, name)))
+            is_getattr = name == "getattr" and module in _BUILTINS
+            found = inert_global(module, name, self._attribute if is_getattr else BUILDERS.get((module, name)))
             self.globals[module, name] = found
         return found
+
+    def _attribute(self, cls: InertType, args: tuple[object, ...]) -> object:
+        """Give the stand-in of a nested class: protocols below 4 name it as an attribute of the outer one."""
+        if len(args) == 2 and isinstance(args[0], InertType) and type(args[1]) is str:
+            return self.find_class(args[0].global_module, f"{args[0].global_qualname}.{args[1]}")
+        return make_call(cls, args)
 
     def persistent_load(self, pid: object) -> object:
         if type(pid) is not tuple or len(pid) < 2:

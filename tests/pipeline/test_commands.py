@@ -90,7 +90,6 @@ def test_dry_run_writes_nothing_and_needs_no_ray(tmp_path: Path) -> None:
         (["--mp", "0"], 2, "positive"),
         (["--memory", "plenty"], 2, "not a size"),
         (["--resources", "num_gpus"], 2, "num_gpus"),
-        (["--mp", "2"], 4, "--state drop"),
         (["--mp", "3", "--state", "drop"], 4, "--mp may be one of 1, 2"),
         (["--memory", "1MB", "--state", "drop"], 4, "pass --memory"),
         (["--resources", "no_such_label=1", "--state", "drop"], 4, "no_such_label"),

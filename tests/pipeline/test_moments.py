@@ -180,11 +180,16 @@ def test_unsharded_state_on_the_first_rank_alone_is_read(tmp_path: Path) -> None
 
 
 def test_two_parameters_never_share_a_step(tmp_path: Path) -> None:
-    reshard_here(FIXTURES / "edge-opt-steptensor", tmp_path, mp=1, dp=1, flat=False, keep_state=True)
-    states = load(tmp_path / "checkpoint_last.pt")["last_optimizer_state"]["state"]
+    """Steps are counted in place, and fairscale would cut a tensor of one number in an unflat file into shards."""
+    reshard_here(FIXTURES / "edge-opt-steptensor", tmp_path / "unflat", mp=1, dp=1, flat=False, keep_state=True)
+    whole = load(tmp_path / "unflat" / "checkpoint_last.pt")["last_optimizer_state"]
+    assert [entry["step"] for entry in whole["state"].values()] == [3.0] * 28
+    assert whole["tensor_numbers"] == {"step": "float32"}
+    reshard_here(tmp_path / "unflat", tmp_path / "flat", mp=2, dp=1, flat=True, keep_state=True)
+    states = load(tmp_path / "flat" / "checkpoint_last-model_part-1-shard0.pt")["last_optimizer_state"]["state"]
     steps = [entry["step"] for entry in states.values()]
-    assert all(float(step) == 3 for step in steps)
-    assert len({step.untyped_storage().data_ptr() for step in steps}) == len(steps)
+    assert all(torch.equal(step, torch.tensor(3.0)) for step in steps)
+    assert len({step.untyped_storage().data_ptr() for step in steps}) == len(steps) == 3
 
 
 def test_drop_leaves_all_of_it_out_by_name(tmp_path: Path) -> None:

@@ -160,6 +160,11 @@ NAMED = {
     + TUPLE1 + REDUCE,
     "a global of a module that is not loaded": b"cantigravity\nfly\n" + EMPTY_TUPLE + REDUCE,
     "an import": b"cbuiltins\n__import__\n" + text("antigravity") + TUPLE1 + REDUCE,
+    "attributes of attributes": b"cbuiltins\ngetattr\n" + put(0) + POP + b"cos\npath\n" + (
+        put(1) + POP + get(0) + get(1) + text("path") + TUPLE2 + REDUCE
+    ) * 50 + EMPTY_TUPLE + REDUCE,
+    "an object of an attribute": b"c__builtin__\ngetattr\n" + b"csubprocess\nPopen\n" + text("a.b") + TUPLE2 + REDUCE
+    + text("touch {canary}") + TUPLE1 + NEWOBJ,
     "pathlib": b"cpathlib\nPath.touch\n" + b"cpathlib\nPath\n" + text("{canary}") + TUPLE1 + REDUCE + TUPLE1 + REDUCE,
     "an object made by new": b"csubprocess\nPopen\n" + text("touch {canary}") + TUPLE1 + NEWOBJ,
     "an object made by new with keywords": b"csubprocess\nPopen\n" + EMPTY_TUPLE + EMPTY_DICT + text("args")
@@ -267,6 +272,7 @@ REFUSED = {
     "a global whose name has a line break": text("a") + text("b\ncos\nsystem\n") + STACK_GLOBAL,
     "a global whose module has a line break": text("os\nsystem\n") + text("b") + STACK_GLOBAL,
     "a global whose name cannot be written": text("a") + text("\ud800") + STACK_GLOBAL,
+    "a global whose name is too long": text("a") + text("b." * 2000) + STACK_GLOBAL,
     "a global whose name is a number": text("a") + b"K\1" + STACK_GLOBAL,
     "a global without end": b"c" + b"a" * 5000,
     "a key that is a list": EMPTY_DICT + EMPTY_LIST + NONE + SETITEM,
@@ -343,6 +349,10 @@ EXHAUSTING = {
         shape=MARK + integer(3 << 16_000_000) + put(9) + get(9) * 30 + TUPLE, stride=MARK + NONE * 32 + TUPLE
     ),
     "a million globals": b"".join(b"ca\n%d\n" % n for n in range(1_000_000)) + NONE,
+    "a million attributes": b"ca\nb\n" + put(0) + POP + b"cbuiltins\ngetattr\n" + put(1) + POP
+    + b"".join(get(1) + get(0) + text(f"{n}") + TUPLE2 + REDUCE + POP for n in range(1_000_000)) + NONE,
+    "attributes of growing names": text("x" * 1_000_000) + put(0) + POP + b"cbuiltins\ngetattr\n" + put(1) + POP
+    + b"ca\nb\n" + put(2) + (POP + get(1) + get(2) + get(0) + TUPLE2 + REDUCE + put(2)) * 9_000,
     "twenty million lists": EMPTY_LIST * 20_000_000,
     "a memo that counts to its end": NONE + b"r\0\0\x50\0" + b"0" * 5_300_000,
     "a doubled persistent id": doubled(100) + BINPERSID,
@@ -439,7 +449,8 @@ GADGETS = sorted(
 SINGLE = [bytes([code]) for code in b"(012N})]aesutRbQ\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x92\x93\x94"]
 OPCODES = [*SINGLE, b"K\1", b"h\0", b"h\1", b"q\0", b"q\1", text("a"), text("os"), text("system"), text("storage"),
     b"ctorch\nFloatStorage\n", b"ctorch._utils\n_rebuild_tensor_v2\n", b"ctorch._utils\n_rebuild_parameter\n",
-    b"c_codecs\nencode\n", b"c__builtin__\nbytes\n", ORDERED_DICT, SYSTEM, b"ca\nb.c\n", b"G" + bytes(8),
+    b"c_codecs\nencode\n", b"c__builtin__\nbytes\n",
+    b"c__builtin__\ngetattr\n", ORDERED_DICT, SYSTEM, b"ca\nb.c\n", b"G" + bytes(8),
     integer(1 << 90),
     storage(), tensor()]  # fmt: skip
 
