@@ -50,11 +50,15 @@ def write(
     durable: bool,
     table: pa.Table,
 ) -> tuple[ShardResult, None]:
-    """Write one target file, then its completion record; the first file of a slice saves the slice's plan as well."""
+    """Write one target file, then its completion record; the first file of a slice saves the slice's plan as well.
+
+    Records and plans need not survive a power cut: without them the work is done again. An fsync for each of them would
+    make the file system flush everything else that was written.
+    """
     if dp == 0:
         save_table(paths["plan"], table)
     result = write_target_shard(source, target, mp, dp, paths["file"], paths["temporary"], memory_bytes, durable, table)
-    storage.write_small(paths["record"], record_of(paths["plan_id"], result))
+    storage.write_small(paths["record"], record_of(paths["plan_id"], result), durable=False)
     return result, None
 
 
@@ -66,7 +70,7 @@ def record_of(plan_id: str, result: ShardResult) -> bytes:
 def save_table(url: str, table: pa.Table) -> None:
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd")
-    storage.write_small(url, sink.getvalue().to_pybytes())
+    storage.write_small(url, sink.getvalue().to_pybytes(), durable=False)
 
 
 FUNCTIONS: Mapping[str, Callable[..., tuple[Any, Any]]] = {UNFLATTEN: unflatten, REGROUP: regroup, WRITE: write}

@@ -75,10 +75,10 @@ def read_small(url: str) -> bytes:
     return _read_whole(url)
 
 
-def write_small(url: str, data: bytes) -> None:
-    """Write or replace a whole small file; readers see the old or the new one."""
+def write_small(url: str, data: bytes, *, durable: bool = True) -> None:
+    """Write or replace a whole small file; readers see the old or the new one. `durable` as for `open_writer`."""
     url = urls.normalise(url)
-    with open_writer(url, len(data), temporary_directory=urls.parent(url)) as writer:
+    with open_writer(url, len(data), temporary_directory=urls.parent(url), durable=durable) as writer:
         writer.write(data)
         writer.commit()
 

@@ -64,7 +64,8 @@ class LocalWriter:
             self._close()
             os.replace(self._temporary, self._url)
             self._temporary = ""
-            sync_directory(urls.parent(self._url))
+            if self._durable:
+                sync_directory(urls.parent(self._url))
             return identity_of(self._url, os.stat(self._url))
 
     def abort(self) -> None:

@@ -59,10 +59,17 @@ def execution() -> Iterator[Execution]:
         yield made
 
 
-def run_tasks(job: Job, source: Path, target: Path) -> tuple[float, Mapping[str, Any]]:
+def run_tasks(job: Job, source: Path, target: Path, *, durable: bool) -> tuple[float, Mapping[str, Any]]:
     """Run the three kinds of tasks as the driver does; return the seconds that these took, and the result."""
     request = Request(
-        str(source), str(target), mp=job.mp, dp=job.dp, flat=job.flat, keep_state=False, memory_bytes=MEMORY_BYTES
+        str(source),
+        str(target),
+        mp=job.mp,
+        dp=job.dp,
+        flat=job.flat,
+        keep_state=False,
+        memory_bytes=MEMORY_BYTES,
+        durable=durable,
     )
     with execution() as made:
         result = execute(request, discover(request.source), made, Progress())

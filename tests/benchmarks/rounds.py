@@ -16,6 +16,7 @@ from tests.benchmarks.copying import copy, settle
 from tests.benchmarks.ours import JOBS, Job, run_command, run_tasks, worker_peaks
 
 CP, CP_FSYNC = "cp", "cp + fsync"
+OURS, OURS_FSYNC = "ours, --fsync off", "ours, fsync"
 
 
 @dataclass
@@ -41,7 +42,7 @@ def measure(source: Path, work: Path, gigabytes: float, num_rounds: int) -> Meas
         measured.bytes["idle worker with imports"] = max(worker_peaks(num_workers, with_imports=True).values())
         for job in JOBS:
             settle(source, ours, older)
-            _, result = run_tasks(job, source, ours)
+            _, result = run_tasks(job, source, ours, durable=True)
             run_older_way(job, source, older, gigabytes)
             check_equal(ours, older)
             measured.facts[f"equal to the older way, bit for bit: {job.name}"] = True
@@ -52,12 +53,13 @@ def measure(source: Path, work: Path, gigabytes: float, num_rounds: int) -> Meas
                 settle(source, copied)
                 measured.seconds[name].append(copy(source, copied, durable=name == CP_FSYNC))
             for job in JOBS:
-                settle(source, copied, ours, older)
-                seconds, result = run_tasks(job, source, ours)
-                measured.seconds[f"ours: {job.name}"].append(seconds)
+                for kind, durable in ((OURS, False), (OURS_FSYNC, True)):
+                    settle(source, copied, ours, older)
+                    seconds, result = run_tasks(job, source, ours, durable=durable)
+                    measured.seconds[f"{kind}: {job.name}"].append(seconds)
+                    measured.peak("beyond the idle worker, by its results", result["peak_memory_bytes"])
                 for part in ("unflatten", "regroup", "write"):
                     measured.seconds[f"{part}: {job.name}"].append(result[f"{part}_seconds"])
-                measured.peak("worker, by its results", result["peak_memory_bytes"])
                 settle(source, ours, older)
                 told = run_older_way(job, source, older, gigabytes)
                 measured.seconds[f"older: {job.name}"].append(told["seconds"])
