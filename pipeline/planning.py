@@ -94,7 +94,7 @@ def make_plan(request: Request, found: Found, indexes: Sequence[ShardIndex]) -> 
         target=target,
         plan_id=_plan_id(source, options, request),
         dropped=_dropped([] if request.keep_state else state, indexes, source, options),
-        notes=_notes(found, source, options),
+        notes=_notes(found, indexes, source, options),
         records=_records(source, indexes),
     )
 
@@ -167,8 +167,12 @@ def _dropped(
     return (*state, *lost, *metadata, *source.dropped)
 
 
-def _notes(found: Found, source: Source, options: TargetOptions) -> tuple[str, ...]:
+def _notes(found: Found, indexes: Sequence[ShardIndex], source: Source, options: TargetOptions) -> tuple[str, ...]:
     notes = [f"left out: {name}" for name in found.ignored]
+    there = {part.name for index in indexes for part in index.other_tensors}
+    for name in dropped_state(source.mesh, options.mesh):
+        if name in there:
+            notes.append(f"{name} is dropped: mp changes, and no part's state is right for the new parts")
     if source.inferred:
         notes.append("there is no shard_metadata: the layout was inferred from cfg, and fits to the last element")
     heads = options.heads or (source.config.heads if source.config else None)
