@@ -129,18 +129,23 @@ def execute(request: Request, found: Found, execution: Executor, progress: Progr
         progress.begin("planning model-parallel parts", len(second))
         summaries = [item for item in execution.run(second).values() if isinstance(item, SliceSummary)]
         raise_if(problem for summary in summaries for problem in summary.problems)
-    folder.open(overwrite=request.overwrite)
-    with _timed(times, "write_seconds"):
-        finished = folder.finished()
-        third = nodes.write_nodes(plan, source, target, folder.url, request, finished)
-        if finished:
-            say(f"{len(finished)} of {len(plan.ranks())} files are finished already")
-        progress.begin("writing target files", len(third))
-        written = [item for item in execution.run(third).values() if isinstance(item, ShardResult)]
-    proven = _check_source(plan, [*summaries, *finished.values(), *written])
-    results = sorted([*finished.values(), *written], key=lambda result: (result.mp, result.dp))
-    folder.commit(results)
-    return {**_result(plan, folder.url, summaries, written, times), "source_records_proven": proven}
+    with folder.lease(say) as lease:
+        # Whoever held the lease until now may have finished this very plan.
+        if folder.committed(overwrite=request.overwrite) is not None:
+            return _result(plan, folder.url, summaries, [], times, already_done=True)
+        folder.open(overwrite=request.overwrite)
+        with _timed(times, "write_seconds"), folder.noting_failure():
+            third = nodes.write_nodes(plan, source, target, folder.url, request)
+            progress.begin("writing target files", len(third))
+            results = [item for item in execution.run(third).values() if isinstance(item, ShardResult)]
+            proven = _check_source(plan, [*summaries, *results])
+        kept = sum(result.kept for result in results)
+        if kept:
+            say(f"{kept} of {len(results)} files were finished already and are still whole")
+        lease.check()
+        folder.commit(sorted(results, key=lambda result: (result.mp, result.dp)))
+    told = _result(plan, folder.url, summaries, [result for result in results if not result.kept], times)
+    return {**told, "source_records_proven": proven, "kept": kept}
 
 
 def _check_source(plan: Plan, read: Sequence[SliceSummary | ShardResult]) -> int:

@@ -8,19 +8,20 @@ The driver looks at the summaries between the kinds, so that everything wrong is
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from isal import isal_zlib
 
 from cluster.dag import Node
 from pipeline.options import Request
 from pipeline.planning import Plan
 from tasks import storage
 from tasks.checkpoint import ShardIndex
-from tasks.errors import ErrorKind, Problem
+from tasks.errors import ErrorKind, Problem, ReshardError
 from tasks.formats.metaseq_files import ShardFile
 from tasks.regroup_mp_slice import SliceSummary, regroup_mp_slice
 from tasks.source import Source
@@ -28,6 +29,8 @@ from tasks.storage import FileIdentity
 from tasks.target import Target
 from tasks.unflatten_source_shard import unflatten_source_shard
 from tasks.write_target_shard import ShardResult, write_target_shard
+
+_PIECE_BYTES = 16 << 20
 
 UNFLATTEN, REGROUP, WRITE = "unflatten_source_shard", "regroup_mp_slice", "write_target_shard"
 
@@ -55,11 +58,40 @@ def write(
     Records and plans need not survive a power cut: without them the work is done again. An fsync for each of them would
     make the file system flush everything else that was written.
     """
+    kept = finished_before(paths)
+    if kept is not None:
+        return kept, None
     if dp == 0:
         save_table(paths["plan"], table)
     result = write_target_shard(source, target, mp, dp, paths["file"], paths["temporary"], memory_bytes, durable, table)
     storage.write_small(paths["record"], record_of(paths["plan_id"], result), durable=False)
     return result, None
+
+
+def finished_before(paths: Mapping[str, str]) -> ShardResult | None:
+    """Return the result of an earlier run whose record holds: same plan, and the file still has its checksum."""
+    try:
+        record = json.loads(storage.read_small(paths["record"]))
+        ranges = tuple(tuple(item) for item in record.pop("read_ranges"))
+        if record.pop("plan_id") != paths["plan_id"]:
+            return None
+        result = replace(ShardResult(**record), read_ranges=ranges, kept=True)
+        identity = storage.stat(paths["file"])
+    except (ReshardError, ValueError, TypeError, KeyError, AttributeError):
+        return None  # no record, a torn one, one of another version, or no file: the work is done again
+    return result if identity.size_bytes == result.size_bytes and checksum(identity) == result.crc32 else None
+
+
+def checksum(identity: FileIdentity) -> int:
+    """Return the CRC32 of a whole file, read in bounded pieces."""
+    crc = 0
+    buffer = memoryview(bytearray(min(_PIECE_BYTES, identity.size_bytes)))
+    with storage.open_reader(identity) as reader:
+        for begin in range(0, identity.size_bytes, _PIECE_BYTES):
+            piece = buffer[: min(_PIECE_BYTES, identity.size_bytes - begin)]
+            reader.read_into(begin, piece)
+            crc = isal_zlib.crc32(piece, crc)
+    return crc
 
 
 def record_of(plan_id: str, result: ShardResult) -> bytes:
@@ -89,10 +121,8 @@ def regroup_nodes(plan: Plan, source: object, target: object, replica_part: int 
     ]
 
 
-def write_nodes(
-    plan: Plan, source: object, target: object, folder: str, request: Request, finished: Collection[tuple[int, int]]
-) -> list[Node]:
-    """One node for each target file that is not finished."""
+def write_nodes(plan: Plan, source: object, target: object, folder: str, request: Request) -> list[Node]:
+    """One node for each target file; of those with a record, the node only holds the file against it."""
     return [
         Node(
             f"write {mp} {dp}",
@@ -101,7 +131,6 @@ def write_nodes(
             needs=(f"regroup {mp}",),
         )
         for mp, dp in plan.ranks()
-        if (mp, dp) not in finished
     ]
 
 

@@ -170,9 +170,11 @@ def _dropped(
 def _notes(found: Found, indexes: Sequence[ShardIndex], source: Source, options: TargetOptions) -> tuple[str, ...]:
     notes = [f"left out: {name}" for name in found.ignored]
     there = {part.name for index in indexes for part in index.other_tensors}
-    for name in dropped_state(source.mesh, options.mesh):
-        if name in there:
-            notes.append(f"{name} is dropped: mp changes, and no part's state is right for the new parts")
+    notes += [
+        f"{name} is dropped: mp changes, and no part's state is right for the new parts"
+        for name in dropped_state(source.mesh, options.mesh)
+        if name in there
+    ]
     if source.inferred:
         notes.append("there is no shard_metadata: the layout was inferred from cfg, and fits to the last element")
     heads = options.heads or (source.config.heads if source.config else None)

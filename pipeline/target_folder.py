@@ -7,12 +7,13 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
-from pipeline.nodes import paths
+from pipeline.lease import Lease
 from pipeline.planning import Plan
 from tasks import storage
 from tasks.errors import ErrorKind, Problem, ReshardError, error, raise_if
@@ -20,8 +21,9 @@ from tasks.family import some
 from tasks.write_target_shard import ShardResult
 
 MANIFEST = "manifest.json"
-_WORK = ".reshard"
-_RUN = "run.json"
+WORK = ".reshard"
+RUN = "run.json"
+FAILURE = "failure.json"
 TOOL = "reshard 0.1.0"
 
 
@@ -33,7 +35,7 @@ class TargetFolder:
         self._plan = plan
 
     def _work(self, *names: str) -> str:
-        return storage.join(self.url, _WORK, *names)
+        return storage.join(self.url, WORK, *names)
 
     def committed(self, *, overwrite: bool) -> Mapping[str, Any] | None:
         """Return the manifest where this very plan is done already; refuse a target that holds something else.
@@ -51,7 +53,7 @@ class TargetFolder:
             return None
         if manifest is not None:
             raise self._refusal("holds the result of another plan", f"plan {manifest.get('plan_id')}")
-        run = self._read(self._work(_RUN))
+        run = self._read(self._work(RUN))
         if run is not None and run.get("plan_id") != self._plan.plan_id:
             raise self._refusal("holds an unfinished run of another plan", f"plan {run.get('plan_id')}")
         foreign = [] if run is not None else self._files(self.url)
@@ -115,7 +117,7 @@ class TargetFolder:
         return content if isinstance(content, dict) else {"plan_id": "unreadable"}
 
     def open(self, *, overwrite: bool) -> None:
-        """Make the folder ready to be written; take the lease. From here on the old manifest no longer holds."""
+        """Make the folder ready to be written. From here on the old manifest no longer holds."""
         for names in ((), ("temporary",), ("records",), ("plan.parquet",)):
             storage.make_directory(self._work(*names))
         if overwrite:
@@ -135,8 +137,11 @@ class TargetFolder:
             "process": os.getpid(),
             "user": _user(),
             "started_seconds": time.time(),
+            "source": [identity.url for identity in self._plan.source.files],
+            "files": [self._plan.file_name(mp, dp) for mp, dp in self._plan.ranks()],
         }
-        storage.write_small(self._work(_RUN), json.dumps(run, indent=1).encode())
+        storage.write_small(self._work(RUN), json.dumps(run, indent=1).encode())
+        storage.delete(self._work(FAILURE))
 
     def _forget_other_plans(self) -> None:
         """Remove the records and plans that files of this plan do not replace."""
@@ -147,19 +152,20 @@ class TargetFolder:
                 if name not in kept:
                     storage.delete(storage.join(folder, name))
 
-    def finished(self) -> dict[tuple[int, int], ShardResult]:
-        """Return the results that records of this plan prove: the file is there as it was when it was recorded."""
-        results = {}
-        for mp, dp in self._plan.ranks():
-            place = paths(self._plan, self.url, mp, dp)
-            record = self._read(place["record"])
-            if record is None or record.pop("plan_id", None) != self._plan.plan_id or not storage.exists(place["file"]):
-                continue
-            actual = storage.stat(place["file"])
-            if (record.get("size_bytes"), record.get("version")) == (actual.size_bytes, actual.version):
-                ranges = tuple(tuple(item) for item in record.pop("read_ranges", ()))
-                results[mp, dp] = ShardResult(**record, read_ranges=ranges)
-        return results
+    def lease(self, tell: Callable[[str], None]) -> Lease:
+        """Return the claim to write here, to be entered before anything is written."""
+        return Lease(self._work("lease"), self._plan.plan_id, tell=tell)
+
+    @contextmanager
+    def noting_failure(self) -> Iterator[None]:
+        """Leave a note of what ended the run, for whoever asks later."""
+        try:
+            yield
+        except BaseException as fault:
+            note = {"error": str(fault) or type(fault).__name__, "ended_seconds": time.time()}
+            with suppress(ReshardError, OSError):
+                storage.write_small(self._work(FAILURE), json.dumps(note, indent=1).encode(), durable=False)
+            raise
 
     def commit(self, results: Sequence[ShardResult]) -> Mapping[str, Any]:
         """Check that every file is there, and write the manifest."""

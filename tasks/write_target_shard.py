@@ -57,6 +57,8 @@ class ShardResult:
     "beyond the idle worker"
     read_ranges: tuple[Range, ...] = ()
     "what was read of the source, with checksums"
+    kept: bool = False
+    "an earlier run had written it"
 
 
 @dataclass(frozen=True, slots=True)

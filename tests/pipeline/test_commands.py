@@ -154,7 +154,7 @@ def test_an_interrupted_run_publishes_nothing_and_the_same_command_finishes_it(t
     kept = {path.name for path in records.iterdir()}
     again = command(*words)
     assert again.returncode == 0, again.stderr
-    assert f"{len(kept)} of 80 files are finished already" in again.stderr
+    assert f"{len(kept)} of 80 files were finished already" in again.stderr
     for mp in range(2):
         total = sum(
             load(tmp_path / "out" / f"checkpoint_last-model_part-{mp}-shard{dp}.pt")["model"]["flat_param_0"].numel()

@@ -1,0 +1,110 @@
+"""`python -m pipeline.status TARGET`: how far a run is, what ended it, and what a rerun would do again."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pipeline.lease import describe, is_alive, latest_lease
+from pipeline.messages import run_command
+from pipeline.target_folder import FAILURE, MANIFEST, RUN, WORK
+from tasks import storage
+from tasks.errors import ErrorKind, ReshardError, error
+
+# A run gives a sign of life every five seconds.
+_WATCHED_SECONDS = 8.0
+
+
+def status(target: str) -> dict[str, Any]:
+    """Describe what is in a target: 'done', 'running', 'stopped' or 'nothing'. Raises where it is no target at all."""
+    url = storage.normalise(target)
+    manifest = _read(storage.join(url, MANIFEST))
+    run = _read(storage.join(url, WORK, RUN))
+    if manifest is None and run is None:
+        raise error(
+            ErrorKind.TARGET,
+            "no-run",
+            f"{target} holds no run of this tool",
+            hint="pass the TARGET of python -m pipeline.reshard",
+        )
+    files = [file["name"] for file in manifest["files"]] if manifest else list(run["files"] if run else ())
+    finished = _recorded(url, files, run) if manifest is None else files
+    lease = latest_lease(storage.join(url, WORK, "lease"))
+    alive = manifest is None and lease is not None
+    alive = alive and is_alive(storage.join(url, WORK, "lease"), lease or {}, _WATCHED_SECONDS)
+    failure = None if manifest or alive else _read(storage.join(url, WORK, FAILURE))
+    return {
+        "exit_code": 0,
+        "target": url,
+        "state": "done" if manifest else "running" if alive else "stopped",
+        "plan_id": (manifest or run or {}).get("plan_id"),
+        "files": len(files),
+        "finished": len(finished),
+        "to_do": [name for name in files if name not in finished],
+        "holder": describe(lease["holder"]) if alive and lease else "",
+        "failure": (failure or {}).get("error", ""),
+    }
+
+
+def _recorded(url: str, files: Sequence[str], run: Mapping[str, Any] | None) -> list[str]:
+    """Name the files that have a record of this plan and are there in the recorded size."""
+    sizes = {file.name: file.size_bytes for file in storage.list_files(url)}
+    finished = []
+    for name in files:
+        record = _read(storage.join(url, WORK, "records", f"{name}.json")) or {}
+        if run and record.get("plan_id") == run.get("plan_id") and sizes.get(name) == record.get("size_bytes"):
+            finished.append(name)
+    return finished
+
+
+def _read(url: str) -> dict[str, Any] | None:
+    try:
+        content = json.loads(storage.read_small(url))
+    except ValueError:
+        return None
+    except ReshardError as fault:
+        if fault.problems[0].reference == "no-such-file":
+            return None
+        raise
+    return content if isinstance(content, dict) else None
+
+
+def in_words(what: Mapping[str, Any]) -> str:
+    """Say it for a person."""
+    lines = [f"{what['target']}: {what['state']}, {what['finished']} of {what['files']} files are finished"]
+    if what["holder"]:
+        lines.append(f"  in work by {what['holder']}")
+    if what["failure"]:
+        lines += ["  what ended it:", *(f"    {line}" for line in what["failure"].splitlines())]
+    if what["state"] == "stopped":
+        lines.append(f"  the same command again would write {len(what['to_do'])} files, and check the others:")
+        lines += [f"    {name}" for name in what["to_do"][:10]]
+        if len(what["to_do"]) > 10:
+            lines.append(f"    and {len(what['to_do']) - 10} more")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m pipeline.status",
+        description="Tell how far a run into TARGET is, what ended it, and what a rerun would do again.",
+        epilog="exit codes: 0 told; 2 wrong use; 7 no run of this tool is there",
+        allow_abbrev=False,
+    )
+    parser.add_argument("target", metavar="TARGET", help="the TARGET of python -m pipeline.reshard")
+    parser.add_argument("--json", action="store_true", help="machine-readable result on stdout")
+    words = parser.parse_args(arguments)
+
+    def command() -> tuple[Mapping[str, Any], str]:
+        what = status(words.target)
+        return what, in_words(what)
+
+    return run_command(command, as_json=words.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
