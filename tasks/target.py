@@ -114,7 +114,10 @@ def plan_target(source: Source, options: TargetOptions) -> tuple[Target | None, 
     problems += mixed_dtypes((_glued(slot) for slot in slots), dtypes)
     if problems:
         return None, problems
-    return Target(options, units, tuple(named), source.ties, tuple(slots), dtypes), []
+    # One string object for each name: which strings are one object shows in the pickle, whatever the source was.
+    spelled = {entry.name: entry.name for entry in entries}
+    ties = tuple((spelled.get(name, name), repeated) for name, repeated in source.ties)
+    return Target(options, units, tuple(named), ties, tuple(slots), dtypes), []
 
 
 def _glued(slot: Slot) -> Glued:

@@ -17,7 +17,8 @@ WITH_STATE = sorted(
     for path in FIXTURES.iterdir()
     if path.is_dir() and not path.name.startswith(("bad", "released")) and "noopt" not in path.name
 )
-SHAPES = [(1, 1), (1, 4), (2, 3), (2, 1), (4, 2)]
+# All that the fixtures have, so that every pair of them is tried, and one that none has.
+SHAPES = [(1, 1), (1, 3), (1, 8), (2, 2), (2, 3), (2, 4), (4, 2), (4, 3), (8, 1), (1, 5)]
 
 
 @pytest.fixture(scope="module", params=WITH_STATE)
@@ -103,6 +104,34 @@ def test_there_and_back_is_the_identity_state_included(fixture: Any, middle: dic
             assert_equal_trees(direct[key], round_trip[key], key)
         for key in ("ema", "ema_fp32_params"):
             assert_equal_trees(direct["extra_state"].get(key), round_trip["extra_state"].get(key), key)
+
+
+@pytest.mark.parametrize("middle", [{"dp": 5, "flat": True}, {"dp": 1, "flat": False}])
+def test_there_and_back_gives_the_same_bytes_where_mp_stays(
+    fixture: Any, middle: dict[str, Any], tmp_path: Path
+) -> None:
+    _, folder, truth = fixture
+    mp = truth["job"]["mp"]
+    back = {"mp": mp, "dp": truth["job"]["dp"], "flat": True, "prefix": "re", "keep_state": True}
+    reshard_here(folder, tmp_path / "direct", **back)
+    reshard_here(folder, tmp_path / "middle", mp=mp, keep_state=True, **middle)
+    reshard_here(tmp_path / "middle", tmp_path / "back", **back)
+    for path in (tmp_path / "direct").glob("*.pt"):
+        if int(path.stem.rpartition("shard")[2]) < middle["dp"]:
+            assert path.read_bytes() == (tmp_path / "back" / path.name).read_bytes(), path.name
+
+
+@pytest.mark.parametrize("middle", [{"mp": 2, "dp": 5, "flat": True}, {"mp": 2, "dp": 1, "flat": False}])
+def test_a_detour_changes_nothing(middle: dict[str, Any], tmp_path: Path) -> None:
+    folder = FIXTURES / "mp4dp3-fp32-fused"
+    target = {"mp": 1, "dp": 4, "flat": True, "prefix": "re", "keep_state": True}
+    reshard_here(folder, tmp_path / "direct", **target)
+    reshard_here(folder, tmp_path / "middle", keep_state=True, **middle)
+    reshard_here(tmp_path / "middle", tmp_path / "detour", **target)
+    for path in (tmp_path / "direct").glob("*.pt"):
+        if int(path.stem.rpartition("shard")[2]) >= middle["dp"]:
+            continue  # its metrics were another rank's
+        assert path.read_bytes() == (tmp_path / "detour" / path.name).read_bytes(), path.name
 
 
 def assert_equal_trees(left: Any, right: Any, where: str) -> None:
