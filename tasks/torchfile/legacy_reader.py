@@ -39,10 +39,11 @@ class LegacyFile:
 class _Head:
     """The beginning of the file, read further when a pickle does not end in it."""
 
-    def __init__(self, file: RangedFile) -> None:
+    def __init__(self, file: RangedFile, max_pickle_bytes: int) -> None:
         self.file = file
         self.data = file.read(0, min(_HEAD_BYTES, file.size_bytes))
         self.position = 0
+        self.max_pickle_bytes = max_pickle_bytes
 
     def pickle(self) -> bytes:
         """Return the next pickle. Scans it again after each read; the data grows fourfold, so the cost stays linear."""
@@ -53,7 +54,7 @@ class _Head:
             except PickleTruncatedError as fault:
                 if len(self.data) == self.file.size_bytes:
                     raise _truncated(self.file, "its pickles do not end", str(fault)) from fault
-                check_pickle_size(self.file.name, len(self.data) + 1)
+                check_pickle_size(self.file.name, len(self.data) + 1, self.max_pickle_bytes)
                 self._grow()
             except PickleForbiddenError as fault:
                 raise bad_pickle(self.file.name, fault) from fault
@@ -62,7 +63,7 @@ class _Head:
 
     def _grow(self) -> None:
         have = len(self.data)
-        self.data += self.file.read(have, min(3 * have, self.file.size_bytes - have, MAX_PICKLE_BYTES))
+        self.data += self.file.read(have, min(3 * have, self.file.size_bytes - have, self.max_pickle_bytes))
 
 
 def read_legacy(read: ReadRange, size_bytes: int, name: str) -> LegacyFile:
@@ -70,9 +71,9 @@ def read_legacy(read: ReadRange, size_bytes: int, name: str) -> LegacyFile:
     return read_legacy_of(RangedFile(read, size_bytes, name))
 
 
-def read_legacy_of(file: RangedFile) -> LegacyFile:
+def read_legacy_of(file: RangedFile, *, max_pickle_bytes: int = MAX_PICKLE_BYTES) -> LegacyFile:
     """Read a file of which pieces may have been read already."""
-    head = _Head(file)
+    head = _Head(file, max_pickle_bytes)
     magic, version, _system = (head.pickle() for _ in range(3))
     if magic != MAGIC_PICKLE or load_with_storages(version, file.name).root != PROTOCOL_VERSION:
         raise error(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 
-from tasks.torchfile.hash_work import HashWork, pushing
+from tasks.torchfile.hash_work import HashWork, TooMuchWorkError, pushing
 
 
 class PickleTruncatedError(ValueError):
@@ -58,10 +58,12 @@ _MAY_BE_CUT = frozenset(b"KqhMJjrGc\x80\x95")
 def scan_pickle(data: bytes, start: int = 0) -> int:
     """Return the offset behind the STOP opcode of the pickle that begins at ``start``.
 
-    Raises PickleTruncatedError where more data could complete it, else PickleForbiddenError, or TooMuchWorkError.
+    Raises PickleTruncatedError where more data could complete it, else PickleForbiddenError.
     """
     try:
         return _scan(data, start, HashWork())
+    except TooMuchWorkError as fault:
+        raise PickleForbiddenError(str(fault)) from fault
     except LookupError as fault:
         raise PickleForbiddenError(f"an opcode finds nothing to work on: {fault}") from fault
 

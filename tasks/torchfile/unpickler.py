@@ -135,10 +135,10 @@ def load_pickle(data: bytes, name: str = "data.pkl") -> object:
     return load_with_storages(data, name).root
 
 
-def check_pickle_size(name: str, size_bytes: int) -> None:
+def check_pickle_size(name: str, size_bytes: int, limit_bytes: int = MAX_PICKLE_BYTES) -> None:
     """Refuse to read a pickle that is larger than any checkpoint's: ReshardError."""
-    if size_bytes > MAX_PICKLE_BYTES:
-        raise bad_pickle(name, ValueError(f"its pickle has {size_bytes} bytes, more than {MAX_PICKLE_BYTES}"))
+    if size_bytes > limit_bytes:
+        raise bad_pickle(name, ValueError(f"its pickle has {size_bytes} bytes or more; {limit_bytes} are read"))
 
 
 def bad_pickle(name: str, fault: BaseException) -> ReshardError:

@@ -25,8 +25,10 @@ from tasks.torchfile.archive_reader import read_archive
 from tasks.torchfile.file_index import open_torch_file
 from tasks.torchfile.hash_work import MAX_KEY_STEPS
 from tasks.torchfile.inert import Inert, InertType
+from tasks.torchfile.legacy_reader import MAGIC_PICKLE, read_legacy_of
 from tasks.torchfile.objects import LoadedOrderedDict, OneByte, StorageRef, TensorRef
 from tasks.torchfile.pickler import dump_pickle
+from tasks.torchfile.ranged_file import RangedFile
 from tasks.torchfile.unpickler import load_pickle
 from tests.running import FIXTURES
 
@@ -569,3 +571,74 @@ def test_many_records_packed_by_another_tool_are_found_in_linear_time() -> None:
     archive = read_archive(lambda offset, length: data[offset : offset + length], len(data), "a.pt")
     assert len(archive.records) == 20_001
     assert time.perf_counter() - start < 3
+
+
+def sparse(size_bytes: int, pieces: dict[int, bytes]) -> Callable[[int, int], bytes]:
+    """A file of zeros but for some pieces; asked for more than 64 MiB at once it fails."""
+
+    def read(offset: int, length: int) -> bytes:
+        assert length < 1 << 26
+        assert offset + length <= size_bytes
+        data = bytearray(length)
+        for start, piece in pieces.items():
+            for at, byte in enumerate(piece, start - offset):
+                if 0 <= at < length:
+                    data[at] = byte
+        return bytes(data)
+
+    return read
+
+
+def end_of_archive(count: int, size: int, offset: int) -> bytes:
+    return pack("<4s4H2LH", b"PK\5\6", 0, 0, count, count, size, offset, 0)
+
+
+def test_a_table_of_records_of_a_gigabyte_is_not_read() -> None:
+    size = 2 << 30
+    read = sparse(size, {0: b"PK\3\4", size - 22: end_of_archive(9, 1 << 30, 0)})
+    _, caught = attempt(open_torch_file, read, size, "a.pt")
+    assert caught is not None
+    assert_told(caught, ErrorKind.SOURCE, "bad-archive")
+
+
+def test_a_pickle_of_gigabytes_is_not_read() -> None:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as target:
+        target.writestr("a/data.pkl", b"")
+    data, huge = bytearray(out.getvalue()), 3 << 30
+    directory = data.index(b"PK\1\2")
+    data[directory + 20 : directory + 28] = pack("<2L", huge, huge)
+    data[-6:-2] = pack("<L", directory + huge)
+    read = sparse(len(data) + huge, {0: bytes(data[:directory]), directory + huge: bytes(data[directory:])})
+    _, caught = attempt(open_torch_file, read, len(data) + huge, "a.pt")
+    assert caught is not None
+    assert_told(caught, ErrorKind.SOURCE, "bad-pickle")
+    assert "bytes or more" in str(caught)
+
+
+@pytest.mark.parametrize("position", [2, 3, 4])
+def test_older_files_are_refused_for_the_same(position: int) -> None:
+    parts = [MAGIC_PICKLE, b"\x80\x02M\xe9\x03.", b"\x80\x02}.", b"\x80\x02}.", b"\x80\x02]."]
+    opened, _ = attempt(open_torch_file, lambda at, size: b"".join(parts)[at : at + size], len(b"".join(parts)), "a.pt")
+    assert opened.root == {}
+    parts[position] = pickled(EMPTY_DICT + doubled(80) + NONE + SETITEM)
+    data = b"".join(parts)
+    _, caught = attempt(open_torch_file, lambda at, size: data[at : at + size], len(data), "a.pt")
+    assert caught is not None
+    assert_told(caught, ErrorKind.SOURCE, "bad-pickle")
+
+
+def test_the_head_of_an_older_file_is_not_read_for_ever() -> None:
+    size = 3 << 30
+    start = MAGIC_PICKLE + b"\x80\x02M\xe9\x03." + b"\x80\x02}." + b"\x80\x02\x8d" + pack("<Q", 2 << 30)
+    asked: list[int] = []
+
+    def read(offset: int, length: int) -> bytes:
+        asked.append(length)
+        return (start + bytes(length))[:length] if offset == 0 else bytes(length)
+
+    file = RangedFile(read, size, "a.pt")
+    _, caught = attempt(lambda: read_legacy_of(file, max_pickle_bytes=1 << 22))
+    assert caught is not None
+    assert_told(caught, ErrorKind.SOURCE, "bad-pickle")
+    assert sum(asked) < 1 << 24
