@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -155,7 +156,7 @@ def shard_metadata(root: object, label: str) -> tuple[ShardMetadata | None, tupl
                 Problem(
                     ErrorKind.SOURCE,
                     "bad-shard-metadata",
-                    f"{label}: shard_metadata is not as fairscale writes it: {fault!r}",
+                    f"{label}: shard_metadata is not as fairscale writes it: {reprlib.repr(fault)}",
                     hint="remove the key shard_metadata: the layout is then inferred from cfg",
                 )
             ],
@@ -168,7 +169,7 @@ def _shape(shape: object) -> tuple[int, ...]:
     if isinstance(shape, Inert):
         shape = shape.args[0]
     if not isinstance(shape, tuple | list):
-        raise TypeError(f"{shape!r} is not a shape")
+        raise TypeError(f"{reprlib.repr(shape)} is not a shape")
     return tuple(int(n) for n in shape)
 
 

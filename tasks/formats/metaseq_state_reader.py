@@ -7,6 +7,7 @@ others.
 
 from __future__ import annotations
 
+import reprlib
 import struct
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -48,7 +49,7 @@ def optimizer_index(
         pairs = None if id_map is None else tuple((int(a), None if b is None else int(b)) for a, b in id_map.items())
         names = tuple((int(number), str(name)) for number, name in stated.get(NAMES_KEY, {}).items())
     except (KeyError, TypeError, ValueError, AttributeError) as fault:
-        return None, [_bad_state(label, f"it is not as torch's optimizers write it: {fault!r}")]
+        return None, [_bad_state(label, f"it is not as torch's optimizers write it: {reprlib.repr(fault)}")]
     return OptimizerIndex(tuple(parameters), groups, pairs, names), problems
 
 
@@ -95,7 +96,7 @@ def number_of(item: object, locations: Locations, read: ReadRange) -> float:
         return number
     if isinstance(item, int | float) and not isinstance(item, bool):
         return float(item)
-    raise ValueError(f"{item!r} is not a number")
+    raise ValueError(f"{reprlib.repr(item)} is not a number")
 
 
 def pack_number(dtype: str, number: float) -> bytes:

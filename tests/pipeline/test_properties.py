@@ -248,7 +248,7 @@ def test_a_budget_of_64_kib_windows_gives_the_same_bytes(
         table, _ = plan_slice(plan.source, plan.target, mp)
         name = name_of("reshard", second, mp, dp)
         url = str(tmp_path / "small" / name)
-        write_target_shard(plan.source, plan.target, mp, dp, url, str(tmp_path / "temporary"), 1, table)
+        write_target_shard(plan.source, plan.target, mp, dp, url, str(tmp_path / "temporary"), 1, False, table)
         assert Path(url).read_bytes() == (tmp_path / "b" / name).read_bytes()
     assert list((tmp_path / "temporary").iterdir()) == []
 
