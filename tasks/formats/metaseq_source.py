@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
-from tasks.checkpoint import FlatParameter, ModelConfig, ShardIndex, ShardMetadata
+from tasks.checkpoint import FlatParameter, ModelConfig, ShardIndex, ShardMetadata, StoredTensor
 from tasks.errors import ErrorKind, Problem
 from tasks.family import Family, global_shape, local_box, some
 from tasks.formats.metaseq_checks import coverage_problems, dimension_problems, find_ties, proven_equal
@@ -175,6 +176,10 @@ class _Builder:
                     hint="the files are of different checkpoints, or damaged",
                 )
 
+    @cached_property
+    def _by_name(self) -> list[dict[str, StoredTensor]]:
+        return [{tensor.name: tensor for tensor in index.tensors} for index in self.indexes]
+
     def _flat_stream(self, parameter: FlatParameter, position: int, numbers: Sequence[int]) -> Stream | None:
         total = sum(math.prod(shape) for shape in parameter.shapes)
         chunk = fsdp_chunk(total, self.mesh.dp)
@@ -183,7 +188,7 @@ class _Builder:
         sound = True
         for number in numbers:
             index = self.indexes[number]
-            tensor = next(t for t in index.tensors if t.name == parameter.key)
+            tensor = self._by_name[number][parameter.key]
             stored = max(0, min(chunk, total - index.dp * chunk))
             padding = index.paddings[position] if index.paddings else chunk - stored
             length = math.prod(tensor.shape)

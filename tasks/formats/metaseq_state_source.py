@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from tasks.checkpoint import OptimizerIndex, ParameterState, ShardIndex, StoredTensor
 from tasks.errors import ErrorKind, Problem
@@ -107,11 +108,18 @@ class _Builder:
                 self._add_flat(mp, moment, label, named, numbers, found, pieces, streams)
 
     def _moment(self, number: int, parameter: int, moment: str) -> tuple[StoredTensor | None, float | None]:
-        optimizer = self.indexes[number].optimizer
-        for state in optimizer.parameters if optimizer else ():
-            if state.number == parameter:
-                return dict(state.moments).get(moment), dict(state.scales).get(moment)
-        return None, None
+        moments, scales = self._held[number].get(parameter, ({}, {}))
+        return moments.get(moment), scales.get(moment)
+
+    @cached_property
+    def _held(self) -> list[dict[int, tuple[dict[str, StoredTensor], dict[str, float]]]]:
+        """For each file, the moments and factors of each of the optimizer's ids."""
+        return [
+            {state.number: (dict(state.moments), dict(state.scales)) for state in index.optimizer.parameters}
+            if index.optimizer
+            else {}
+            for index in self.indexes
+        ]
 
     def _add_flat(
         self,
@@ -260,12 +268,16 @@ class _Builder:
             self.fault("shapes-disagree", f"{label} has shape {local}, its weight {box.shape}")
             return
         key = state_key(state, member)
-        if not weight.is_buffer and state not in dict.fromkeys(k for i in self.indexes for k, _ in i.averages):
+        if not weight.is_buffer and state not in self._average_keys:
             self.moments.setdefault(state)
         known = self.tensors.setdefault(key, GlobalTensor(key, weight.shape, dtype, weight.is_buffer))
         if known.dtype != dtype:
             self.fault("dtypes-differ", f"{label} has dtype {dtype}, {known.dtype} elsewhere")
         pieces.append(Piece(key, box, stream, offset))
+
+    @cached_property
+    def _average_keys(self) -> frozenset[str]:
+        return frozenset(key for index in self.indexes for key, _ in index.averages)
 
     # -- what is one number
 
