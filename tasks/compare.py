@@ -23,12 +23,18 @@ WINDOW_BYTES = 4 << 20
 
 
 def compare_copies(
-    name: str, copies: Sequence[Copy], source: Source, readers: ReaderPool, *, what: str
+    name: str,
+    copies: Sequence[Copy],
+    source: Source,
+    readers: ReaderPool,
+    *,
+    what: str,
+    window_bytes: int = WINDOW_BYTES,
 ) -> list[Problem]:
     """Compare all copies of one box with the first, and tell the first difference of each that differs."""
     first, *others = copies
     item = ITEM_SIZE_BYTES[first.stream.dtype]
-    step = WINDOW_BYTES // item
+    step = max(window_bytes // item, 1)
     size = first.piece.box.num_elements
     expected, actual = bytearray(min(step, size) * item), bytearray(min(step, size) * item)
     differing: dict[int, Problem] = {}
