@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
 from pipeline.options import Request
-from tasks.checkpoint import ShardIndex
+from tasks.checkpoint import ShardIndex, StoredTensor
 from tasks.checksums import Record
 from tasks.errors import ErrorKind, Problem, error, raise_if
 from tasks.families.opt import OPT
@@ -107,12 +107,24 @@ def _records(source: Source, indexes: Sequence[ShardIndex]) -> tuple[Record, ...
             tensor.offset_bytes,
             math.prod(tensor.shape) * ITEM_SIZE_BYTES[tensor.dtype],
             tensor.crc32,
-            tensor.name,
+            name,
         )
         for index in indexes
-        for tensor in index.tensors
+        for name, tensor in _stored(index)
         if tensor.crc32  # 0: the writer left it out
     )
+
+
+def _stored(index: ShardIndex) -> Iterator[tuple[str, StoredTensor]]:
+    """Yield everything in a file that a plan may read, with a name for messages."""
+    for tensor in index.tensors:
+        yield tensor.name, tensor
+    for state in index.optimizer.parameters if index.optimizer else ():
+        for moment, tensor in state.moments:
+            yield f"{moment} of the optimizer's parameter {state.number}", tensor
+    for key, tensors in index.averages:
+        for tensor in tensors:
+            yield f"extra_state.{key}.{tensor.name}", tensor
 
 
 def _memory_faults(request: Request, source: Source, options: TargetOptions) -> list[Problem]:

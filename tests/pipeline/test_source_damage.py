@@ -38,6 +38,22 @@ def test_a_flipped_bit_is_found_before_anything_is_published(target: dict[str, o
     assert not (tmp_path / "out" / "manifest.json").exists()
 
 
+def test_a_flipped_bit_in_a_moment_is_found_too(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(SOURCE, source)
+    victim = source / "checkpoint_last-model_part-0-shard1.pt"
+    index = unflatten_source_shard(stat(str(victim)), 0, 1)
+    assert index.optimizer is not None
+    moment = dict(index.optimizer.parameters[2].moments)["exp_avg_sq"]
+    content = bytearray(victim.read_bytes())
+    content[moment.offset_bytes + 400] ^= 64
+    victim.write_bytes(content)
+    with pytest.raises(ReshardError, match="exp_avg_sq of the optimizer's parameter 2"):
+        reshard_here(source, tmp_path / "out", mp=1, dp=3, flat=True, keep_state=True)
+    assert not (tmp_path / "out" / "manifest.json").exists()
+    reshard_here(source, tmp_path / "without", mp=1, dp=3, flat=True, keep_state=False)
+
+
 def test_a_sound_source_is_proven_whole(tmp_path: Path) -> None:
     result = reshard_here(SOURCE, tmp_path / "out", mp=2, dp=3, flat=True)
     # Three flat parameters in each of four files; and the version, one copy of it for each of two parts.
