@@ -26,6 +26,7 @@ from tasks.checkpoint import ShardIndex
 from tasks.checksums import check_records
 from tasks.errors import ErrorKind, Problem, error, raise_if
 from tasks.formats.metaseq_files import Found
+from tasks.reader_pool import ReaderPool
 from tasks.regroup_mp_slice import SliceSummary, regroup_mp_slice
 from tasks.storage import TransientStorageError
 from tasks.write_target_shard import ShardResult
@@ -150,7 +151,9 @@ def execute(request: Request, found: Found, execution: Executor, progress: Progr
 
 def _check_source(plan: Plan, read: Sequence[SliceSummary | ShardResult]) -> int:
     """Hold what was read against the checksums in the source's files; return how many storages are proven whole."""
-    proven, damaged = check_records(plan.records, (item for result in read for item in result.read_ranges))
+    ranges = (item for result in read for item in result.read_ranges)
+    with ReaderPool(plan.source.files) as readers:
+        proven, damaged = check_records(plan.records, ranges, readers.read)
     raise_if(
         Problem(
             ErrorKind.SOURCE,

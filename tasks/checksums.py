@@ -11,7 +11,7 @@ once, and CRC32s of neighbouring ranges combine, so a source is checked without 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from isal import isal_zlib
@@ -50,18 +50,22 @@ class Record:
     tensor: str
 
 
-def check_records(records: Iterable[Record], ranges: Iterable[Range]) -> tuple[int, list[Record]]:
+ReadRange = Callable[[int, int, int], bytes]
+"Reads (number of the file, offset, length)."
+
+
+def check_records(records: Iterable[Record], ranges: Iterable[Range], read: ReadRange) -> tuple[int, list[Record]]:
     """Return how many records the ranges prove whole, and those that are damaged.
 
-    A record counts where ranges tile it; what is missing at its end is taken for padding, which is zeros. Where
-    several readers took overlapping spans of strided tensors, a record can stay unproven.
+    A record counts where ranges tile it. What is missing at its end is padding, mostly zeros; where it seems not to be,
+    it is read. Where several readers took overlapping spans of strided tensors, a record can stay unproven.
     """
     by_start: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for file, offset, length, crc in ranges:
         by_start.setdefault((file, offset), []).append((length, crc))
     proven, damaged = 0, []
     for record in records:
-        verdict = _verdict(record, by_start)
+        verdict = _verdict(record, by_start, read)
         proven += verdict is True
         if verdict is False:
             damaged.append(record)
@@ -72,7 +76,7 @@ def check_records(records: Iterable[Record], ranges: Iterable[Range]) -> tuple[i
 _LONGEST_PADDING_BYTES = 1 << 16
 
 
-def _verdict(record: Record, by_start: dict[tuple[int, int], list[tuple[int, int]]]) -> bool | None:
+def _verdict(record: Record, by_start: dict[tuple[int, int], list[tuple[int, int]]], read: ReadRange) -> bool | None:
     """Follow ranges from the record's start to its end; several may start at one place."""
     end = record.offset_bytes + record.size_bytes
     # Positions reached, with the CRC32 of everything before them.
@@ -89,6 +93,8 @@ def _verdict(record: Record, by_start: dict[tuple[int, int], list[tuple[int, int
     missing = end - max(reached)
     if missing == record.size_bytes or missing > _LONGEST_PADDING_BYTES:
         return None
-    crc = isal_zlib.crc32_combine(reached[max(reached)], isal_zlib.crc32(bytes(missing)), missing)
-    # Padding that is not zero is nobody's data: only a match proves something.
-    return True if crc == record.crc32 else None
+    before = reached[max(reached)]
+    if isal_zlib.crc32_combine(before, isal_zlib.crc32(bytes(missing)), missing) == record.crc32:
+        return True
+    padding = read(record.file, max(reached), missing)
+    return isal_zlib.crc32_combine(before, isal_zlib.crc32(padding), missing) == record.crc32
