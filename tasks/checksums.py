@@ -72,7 +72,7 @@ def check_records(records: Iterable[Record], ranges: Iterable[Range], read: Read
     return proven, damaged
 
 
-# Padding is less than one element a rank; what is longer was not read, and says nothing.
+# Padding is less than one element a rank. What is longer was left out by the readers, and is not read for this alone.
 _LONGEST_PADDING_BYTES = 1 << 16
 
 

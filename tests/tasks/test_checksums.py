@@ -41,9 +41,12 @@ def test_one_flipped_bit_is_damage(cuts: list[int], at: int, bit: int) -> None:
     assert check_records([RECORD], trail(cuts, bytes(damaged)).ranges(), never) == (0, [RECORD])
 
 
-def test_a_hole_proves_nothing() -> None:
-    assert check_records([RECORD], trail([30, 60], leave_out=1).ranges(), never) == (0, [])
+def test_a_small_rest_is_read_and_what_nobody_read_proves_nothing() -> None:
+    holed = trail([30, 60], leave_out=1).ranges()
+    assert check_records([RECORD], holed, lambda _file, at, size: DATA[at - 1000 : at - 1000 + size]) == (1, [])
     assert check_records([RECORD], [], never) == (0, [])
+    long = Record(0, 1000, 1 << 20, 1, "w")
+    assert check_records([long], trail([]).ranges(), never) == (0, [])
 
 
 def test_padding_that_was_not_read_is_taken_for_zeros_or_read() -> None:
