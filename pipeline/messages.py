@@ -7,12 +7,13 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cluster.events import Event, EventKind
 from cluster.failures import Interrupted, NodeFailed
-from tasks.errors import ErrorKind, ReshardError
+from tasks.errors import ErrorKind, Problem, ReshardError
+from tasks.storage import TransientStorageError
 
 # As a shell reports a process that was stopped by SIGINT.
 INTERRUPTED = 130
@@ -28,56 +29,63 @@ def run_command(command: Callable[[], tuple[Mapping[str, Any], str]], *, as_json
     """Run a command that returns (result, the result in words); print it or its error, return the exit code."""
     try:
         result, words = command()
-    except ReshardError as fault:
-        return _failed(fault, as_json)
-    except NodeFailed as fault:
-        if isinstance(fault.cause, ReshardError):
-            return _failed(fault.cause, as_json)
-        return _failed_task(fault, as_json)
     except (Interrupted, KeyboardInterrupt) as fault:
-        say(
-            f"interrupted: {fault or 'from the keyboard'}\n  next: run the same command again; what is finished is kept"
+        hint = "run the same command again; what is finished is kept"
+        return _failed(
+            [_problem("interrupted", f"interrupted: {fault or 'from the keyboard'}", hint)], INTERRUPTED, as_json
         )
-        return INTERRUPTED
-    except Exception:  # noqa: BLE001  the last resort: a fault of ours must still end with its class's code
-        say(traceback.format_exc())
-        say("error[internal]: a fault of this tool; nothing was published\n  next: please report it with the above")
-        return int(ErrorKind.TASK)
-    try:
-        print(json.dumps(result, indent=1) if as_json else words, flush=True)
-    except BrokenPipeError:
-        # Whoever reads has seen enough (`| head`); Python must not complain about the rest when it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except Exception as fault:  # noqa: BLE001  the last resort: a fault of ours must still end with its class's code
+        problems = problems_of(fault)
+        return _failed(problems, int(problems[0].kind), as_json)
+    _print(json.dumps(result, indent=1) if as_json else words)
     return 0
 
 
-def _failed(fault: ReshardError, as_json: bool) -> int:
-    say(str(fault))
+def problems_of(fault: Exception) -> Sequence[Problem]:
+    """Say what an exception means to a person; what is not foreseen is shown with its traceback."""
+    cause = fault.cause if isinstance(fault, NodeFailed) else fault
+    if isinstance(cause, ReshardError):
+        return cause.problems
+    if isinstance(cause, TransientStorageError):
+        hint = "check store, network and endpoint, then run the same command again; what is finished is kept"
+        return [_problem("storage-unavailable", str(cause), hint)]
+    if isinstance(fault, NodeFailed):
+        hint = "mend the cause and run the same command again; what is finished is kept"
+        return [_problem("task-failed", str(fault), hint)]
+    say("".join(traceback.format_exception(fault)))
+    return [
+        _problem(
+            "internal", f"a fault of this tool: {type(fault).__name__}: {fault}", "please report it with the above"
+        )
+    ]
+
+
+def _problem(reference: str, message: str, hint: str) -> Problem:
+    return Problem(ErrorKind.TASK, reference, message, hint=hint)
+
+
+def _failed(problems: Sequence[Problem], exit_code: int, as_json: bool) -> int:
+    say("\n".join(str(problem) for problem in problems))
     if as_json:
-        problems = [
+        told = [
             {
                 "reference": problem.reference,
                 "message": problem.message,
                 "context": list(problem.context),
                 "hint": problem.hint,
             }
-            for problem in fault.problems
+            for problem in problems
         ]
-        print(json.dumps({"exit_code": fault.exit_code, "problems": problems}, indent=1), flush=True)
-    return fault.exit_code
+        _print(json.dumps({"exit_code": exit_code, "problems": told}, indent=1))
+    return exit_code
 
 
-def _failed_task(fault: NodeFailed, as_json: bool) -> int:
-    say(f"error[task-failed]: {fault}\n  next: mend the cause and run the same command again; what is finished is kept")
-    if as_json:
-        problem = {
-            "reference": "task-failed",
-            "message": str(fault),
-            "context": [],
-            "hint": "run the same command again",
-        }
-        print(json.dumps({"exit_code": int(ErrorKind.TASK), "problems": [problem]}, indent=1), flush=True)
-    return int(ErrorKind.TASK)
+def _print(text: str) -> None:
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # Whoever reads has seen enough (`| head`); Python must not complain about the rest when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class Progress:
