@@ -54,6 +54,9 @@ def run(request: Request) -> Mapping[str, Any]:
     found = discover(request.source, request.checkpoint)
     if request.dry_run:
         return _dry_run(request, found, began)
+    if any(url.startswith("memory:") for url in (request.source, request.target)):
+        hint = "use a folder or an object store"
+        raise error(ErrorKind.USAGE, "memory-url", "memory:// is of one process, and workers are others", hint=hint)
     resources = _resources(request)
     progress = Progress()
     stop = threading.Event()

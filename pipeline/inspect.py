@@ -15,6 +15,7 @@ from tasks.checkpoint import ShardIndex
 from tasks.families.opt import OPT
 from tasks.formats.metaseq_files import Found
 from tasks.formats.metaseq_source import build_source
+from tasks.formats.metaseq_state_source import add_state
 from tasks.source import Source
 from tasks.target_checks import possible_parts
 
@@ -40,6 +41,10 @@ def inspect(source: str, checkpoint: str = "", *, fused: bool | None = None) -> 
     found = discover(source, checkpoint)
     indexes = index_here(found.files)
     built, problems = build_source(indexes, found.mesh, OPT, fused=fused)
+    if built is not None and any(index.training_state for index in indexes):
+        order = {identity: number for number, identity in enumerate(built.files)}
+        in_order = sorted(indexes, key=lambda index: order[index.identity])
+        problems += [problem for index in in_order for problem in index.state_problems] or add_state(built, in_order)[1]
     description = _describe(source, found, indexes)
     description["problems"] = [str(problem) for problem in problems]
     description["exit_code"] = int(problems[0].kind) if problems else 0

@@ -15,7 +15,7 @@ from tasks.checksums import Record
 from tasks.errors import ErrorKind, Problem, error, raise_if
 from tasks.families.opt import OPT
 from tasks.formats.metaseq_files import Found, ShardFile
-from tasks.formats.metaseq_names import target_name
+from tasks.formats.metaseq_names import parse, target_name
 from tasks.formats.metaseq_source import build_source
 from tasks.formats.metaseq_state_source import add_state
 from tasks.formats.metaseq_target import dropped_state
@@ -76,6 +76,7 @@ def make_plan(request: Request, found: Found, indexes: Sequence[ShardIndex]) -> 
         if state and not problems:
             source, problems = add_state(source, in_order)
     options = _options(request, found, source)
+    problems += _prefix_faults(options)
     if not options.flat and options.mesh.dp > 1:
         message = f"an unflat target has one file for each model-parallel part, not {options.mesh.dp}"
         problems.append(Problem(ErrorKind.PLAN, "unflat-shards", message, hint="pass --dp 1, or --layout flat"))
@@ -125,6 +126,17 @@ def _stored(index: ShardIndex) -> Iterator[tuple[str, StoredTensor]]:
     for key, tensors in index.averages:
         for tensor in tensors:
             yield f"extra_state.{key}.{tensor.name}", tensor
+
+
+def _prefix_faults(options: TargetOptions) -> list[Problem]:
+    """Refuse a prefix with which the target's files would not be found again."""
+    name = target_name(options.prefix, mp=0, dp=0, num_mp=options.mesh.mp, flat=options.flat)
+    parsed = parse(name)
+    if parsed is not None and parsed.prefix == options.prefix and name.isprintable():
+        return []
+    message = f"files named {name!r} could not be told to be of the checkpoint {options.prefix!r}"
+    hint = "choose another --prefix: without a leading dot or underscore, -model_part-, -shard, _part or -rank-"
+    return [Problem(ErrorKind.USAGE, "bad-prefix", message, hint=hint)]
 
 
 def _memory_faults(request: Request, source: Source, options: TargetOptions) -> list[Problem]:
@@ -187,6 +199,8 @@ def _notes(found: Found, indexes: Sequence[ShardIndex], source: Source, options:
         for name in dropped_state(source.mesh, options.mesh)
         if name in there
     ]
+    if source.optimizer is not None and source.optimizer.scaled and source.mesh.mp > 1:
+        notes.append("moments with factors are rounded in each part for itself: those of the nearest part are taken")
     if source.inferred:
         notes.append("there is no shard_metadata: the layout was inferred from cfg, and fits to the last element")
     heads = options.heads or (source.config.heads if source.config else None)

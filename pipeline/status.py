@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeline.lease import describe, is_alive, latest_lease
 from pipeline.messages import run_command
-from pipeline.target_folder import FAILURE, MANIFEST, RUN, WORK
+from pipeline.target_folder import FAILURE, MANIFEST, RUN, WORK, named_files
 from tasks import storage
 from tasks.errors import ErrorKind, ReshardError, error
 
@@ -30,7 +30,7 @@ def status(target: str) -> dict[str, Any]:
             f"{target} holds no run of this tool",
             hint="pass the TARGET of python -m pipeline.reshard",
         )
-    files = [file["name"] for file in manifest["files"]] if manifest else list(run["files"] if run else ())
+    files = list(named_files(manifest)) if manifest else list((run or {}).get("files", ()))
     finished = _recorded(url, files, run) if manifest is None else files
     lease = latest_lease(storage.join(url, WORK, "lease"))
     alive = manifest is None and lease is not None

@@ -37,20 +37,25 @@ class TargetFolder:
     def _work(self, *names: str) -> str:
         return storage.join(self.url, WORK, *names)
 
+    def _check_folder(self) -> None:
+        """Refuse a target that is a file."""
+        if storage.is_local(self.url) and os.path.exists(self.url) and not os.path.isdir(self.url):
+            hint = "TARGET is a folder: choose another name"
+            raise error(ErrorKind.TARGET, "target-is-file", f"{self.url} is a file", hint=hint)
+
     def committed(self, *, overwrite: bool) -> Mapping[str, Any] | None:
         """Return the manifest where this very plan is done already; refuse a target that holds something else.
 
-        With `overwrite`, a manifest of another plan is no obstacle, nor are files that nobody recorded.
+        With `overwrite` nothing is taken for done, and nothing but the source itself is in the way.
         """
+        self._check_folder()
         self._check_apart()
+        if overwrite:
+            return None  # the bytes of what is there are held against their records, file by file
         manifest = self._read(storage.join(self.url, MANIFEST))
         if manifest is not None and manifest.get("plan_id") == self._plan.plan_id:
-            damaged = self._damaged_files(manifest)
-            if damaged and not overwrite:
-                raise_if(damaged)
-            return None if damaged else manifest
-        if overwrite:
-            return None
+            raise_if(self._damaged_files(manifest))
+            return manifest
         if manifest is not None:
             raise self._refusal("holds the result of another plan", f"plan {manifest.get('plan_id')}")
         run = self._read(self._work(RUN))
@@ -64,7 +69,10 @@ class TargetFolder:
     def _check_apart(self) -> None:
         """Refuse to write where the source is: a target replaces files, and the source must stay whole."""
         own = _real(self.url)
-        if any(own == _real(storage.parent(identity.url)) for identity in self._plan.source.files):
+        for identity in self._plan.source.files:
+            # A link's folder and the folder of what it leads to: neither is written to.
+            if own not in (_real(storage.parent(identity.url)), storage.parent(_real(identity.url))):
+                continue
             raise error(
                 ErrorKind.TARGET,
                 "target-is-source",
@@ -75,19 +83,13 @@ class TargetFolder:
 
     def _damaged_files(self, manifest: Mapping[str, Any]) -> list[Problem]:
         problems = []
-        for file in manifest["files"]:
-            url = storage.join(self.url, file["name"])
+        for name, size_bytes in named_files(manifest).items():
+            url = storage.join(self.url, name)
             actual = storage.stat(url).size_bytes if storage.exists(url) else None
-            if actual != file["size_bytes"]:
-                problems.append(
-                    Problem(
-                        ErrorKind.TARGET,
-                        "target-damaged",
-                        f"{url} is not as its manifest says",
-                        (f"declared: {file['size_bytes']} bytes; actual: {actual}",),
-                        "pass --overwrite to write the target again",
-                    )
-                )
+            if actual != size_bytes:
+                problems.append(_damaged(url, f"declared: {size_bytes} bytes; actual: {actual}"))
+        if len(named_files(manifest)) != len(self._plan.ranks()):
+            problems.append(_damaged(storage.join(self.url, MANIFEST), "it does not name the files of its plan"))
         return problems
 
     def _refusal(self, what: str, fact: str) -> ReshardError:
@@ -122,15 +124,6 @@ class TargetFolder:
             storage.make_directory(self._work(*names))
         if overwrite:
             self._forget_other_plans()
-        if overwrite and storage.exists(storage.join(self.url, MANIFEST)):
-            old = self._read(storage.join(self.url, MANIFEST)) or {}
-            storage.delete(storage.join(self.url, MANIFEST))
-            kept = {self._plan.file_name(mp, dp) for mp, dp in self._plan.ranks()}
-            for file in old.get("files", ()):
-                # Only what an earlier run wrote by its own account is removed.
-                url = storage.join(self.url, storage.basename(str(file.get("name", ""))))
-                if file.get("name") and file["name"] not in kept and storage.exists(url):
-                    storage.delete(url)
         run = {
             "plan_id": self._plan.plan_id,
             "host": socket.gethostname(),
@@ -144,8 +137,20 @@ class TargetFolder:
         storage.delete(self._work(FAILURE))
 
     def _forget_other_plans(self) -> None:
-        """Remove the records and plans that files of this plan do not replace."""
-        kept = {f"{self._plan.file_name(mp, dp)}.json" for mp, dp in self._plan.ranks()}
+        """Remove what earlier runs wrote, by their own account, and this one does not replace; the manifest first.
+
+        `run.json` names a run's files until the next run replaces it, so this may be interrupted and done again.
+        """
+        manifest = self._read(storage.join(self.url, MANIFEST)) or {}
+        run = self._read(self._work(RUN)) or {}
+        names = run.get("files")
+        old = {*named_files(manifest), *(names if isinstance(names, list) else ())}
+        storage.delete(storage.join(self.url, MANIFEST))
+        kept = {self._plan.file_name(mp, dp) for mp, dp in self._plan.ranks()}
+        for name in sorted(str(name) for name in old - kept):
+            if name == storage.basename(name) and storage.exists(storage.join(self.url, name)):
+                storage.delete(storage.join(self.url, name))
+        kept |= {f"{name}.json" for name in kept}
         kept |= {f"model_part-{mp}.parquet" for mp in range(self._plan.target.options.mesh.mp)}
         for folder in (self._work("records"), self._work("plan.parquet")):
             for name in self._files(folder):
@@ -209,6 +214,21 @@ class TargetFolder:
             "dropped": list(plan.dropped),
             "notes": list(plan.notes),
         }
+
+
+def named_files(manifest: Mapping[str, Any]) -> dict[str, int]:
+    """Return the files that a manifest names with their sizes; a manifest that is not ours names none."""
+    files = manifest.get("files")
+    return {
+        file["name"]: file["size_bytes"]
+        for file in (files if isinstance(files, list) else ())
+        if isinstance(file, dict) and isinstance(file.get("name"), str) and isinstance(file.get("size_bytes"), int)
+    }
+
+
+def _damaged(url: str, fact: str) -> Problem:
+    message, hint = f"{url} is not as its manifest says", "pass --overwrite to write the target again"
+    return Problem(ErrorKind.TARGET, "target-damaged", message, (fact,), hint)
 
 
 def _user() -> str:

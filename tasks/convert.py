@@ -18,24 +18,26 @@ if TYPE_CHECKING:
 Bytes = npt.NDArray[np.uint8]
 
 
-def convert(source: Bytes, source_dtype: str, target: Bytes, target_dtype: str, factor: float = 1.0) -> None:
+def convert(
+    source: Bytes, source_dtype: str, target: Bytes, target_dtype: str, factor: float = 1.0, *, exact: bool = True
+) -> None:
     """Convert rows of numbers, given as bytes, from one dtype to another and multiply them by a factor.
 
-    Casts are torch's own. A finite number that becomes infinite is an error; so is one that a factor makes inexact
-    where the dtype stays, since nothing would tell the user how much of it is lost.
+    Casts are torch's own. A finite number that becomes infinite is an error; so is where `exact` is asked for,
+    one whose product with the factor is no number of its dtype: nothing would tell the user how much of it is lost.
     """
     import torch
 
     numbers = torch.from_numpy(np.ascontiguousarray(source)).view(getattr(torch, source_dtype))
     if factor == 1:
         converted = numbers.to(getattr(torch, target_dtype))
-    elif source_dtype != target_dtype:
+    elif not exact:
         # As the optimizer itself takes its stored moments up: in fp32.
         converted = (numbers.float() * factor).to(getattr(torch, target_dtype))
     else:
-        exact = numbers.double() * factor
-        converted = exact.to(numbers.dtype)
-        _refuse_inexact(exact, converted)
+        products = numbers.double() * factor
+        converted = products.to(numbers.dtype)
+        _refuse_inexact(products, converted)
     _refuse_overflow(numbers, converted, target_dtype)
     np.copyto(target, converted.view(torch.uint8).numpy())
 

@@ -43,6 +43,8 @@ class Rows:
     "what the source's numbers are multiplied by; mostly 1"
     target_scale: float
     "what the target's numbers are to be multiplied by, as the target's objects state it"
+    exact: bool
+    "a factor must not change a number's value"
     source_dtype: Int64
     "codes, by `plan.DTYPES`"
     target_dtype: str
@@ -57,21 +59,24 @@ class Rows:
         return int((self.run * self.num_runs).sum())
 
 
-def rows_of_storages(table: pa.Table) -> dict[int, Rows]:
-    """Group the rows of one target file by storage, joining segments that follow each other on both sides."""
+def rows_of_storages(table: pa.Table, *, keep_scales: bool = True) -> dict[int, Rows]:
+    """Group the rows of one target file by storage, joining segments that follow each other on both sides.
+
+    `keep_scales`: numbers with factors keep one; without it they take theirs up.
+    """
     columns = {name: np.asarray(table.column(name)) for name in table.column_names}
     columns = {name: column if name == "scale" else column.astype(np.int64) for name, column in columns.items()}
     storages = columns["storage"]
     bounds = np.flatnonzero(np.diff(storages)) + 1
     begins, ends = np.append(0, bounds), np.append(bounds, len(storages))
     return {
-        int(storages[begin]): _rows({name: column[begin:end] for name, column in columns.items()})
+        int(storages[begin]): _rows({name: column[begin:end] for name, column in columns.items()}, keep_scales)
         for begin, end in zip(begins, ends, strict=True)
         if begin < end
     }
 
 
-def _rows(columns: dict[str, npt.NDArray[Any]]) -> Rows:
+def _rows(columns: dict[str, npt.NDArray[Any]], keep_scales: bool) -> Rows:
     targets = np.unique(columns["target_dtype"])
     if len(targets) != 1:
         raise ValueError(f"one storage is planned to have several dtypes: {targets}")
@@ -92,7 +97,7 @@ def _rows(columns: dict[str, npt.NDArray[Any]]) -> Rows:
     )
     heads = np.flatnonzero(np.append(True, ~follows))
     # One storage has one scale. Of several, the smallest: the others' numbers grow, so that no small one is lost.
-    target_scale = 1.0 if (source_dtype != targets[0]).any() else float(scale.min())
+    target_scale = float(scale.min()) if keep_scales else 1.0
     return Rows(
         start=start[heads],
         stride=columns["storage_stride_bytes"][heads],
@@ -104,6 +109,7 @@ def _rows(columns: dict[str, npt.NDArray[Any]]) -> Rows:
         source_run=np.add.reduceat(source_run, heads),
         factor=scale[heads] / target_scale,
         target_scale=target_scale,
+        exact=keep_scales,
         source_dtype=source_dtype[heads],
         target_dtype=DTYPES[targets[0]],
     )
@@ -185,7 +191,7 @@ class Gatherer:
         here = np.lib.stride_tricks.as_strided(span, (count, source_length), (source_stride, 1))
         there = np.lib.stride_tricks.as_strided(window[at:], (count, length), (stride, 1))
         if casts:
-            convert(here, source_dtype, there, rows.target_dtype, factor)
+            convert(here, source_dtype, there, rows.target_dtype, factor, exact=rows.exact)
         else:
             np.copyto(there, here)
 

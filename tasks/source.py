@@ -34,6 +34,8 @@ class OptimizerLayout:
     scalars: Mapping[int, tuple[tuple[str, str], ...]]
     "id -> (step and the like, what stands for its value)"
     num_groups: int
+    holders: tuple[int, ...]
+    "for each model-parallel part, the number of the first file that holds its state"
     scaled: bool
     "moments have factors of their own (`--fp16-adam-stats`)"
 

@@ -133,7 +133,7 @@ def plan_file(
     source: Source, target: Target, mp: int, dp: int, url: str, table: pa.Table, readers: ReaderPool
 ) -> tuple[ArchiveLayout, list[Body]]:
     """Lay out one target file: its bytes around the storages, and where each storage comes from."""
-    rows = rows_of_storages(table)
+    rows = rows_of_storages(table, keep_scales=not target.options.moments_dtype)
     origins: dict[StorageRef, tuple[int, int]] = {}
 
     def objects(number: int) -> Any:
@@ -146,7 +146,7 @@ def plan_file(
     root = state_root = objects(source.file_number(*provider))
     if source.optimizer is not None and target.options.keep_state and not holds_optimizer(root):
         # Where the state is not sharded, the first rank of the part has all of it.
-        state_root = objects(source.file_number(provider[0], 0))
+        state_root = objects(source.optimizer.holders[provider[0]])
     scales = {number: found.target_scale for number, found in rows.items()}
 
     def number(tensor: TensorRef) -> float:

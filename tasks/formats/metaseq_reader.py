@@ -237,7 +237,8 @@ def training_state(root: object) -> tuple[StatePart, ...]:
     if isinstance(extra, dict):
         found += [(f"extra_state.{key}", extra.get(key)) for key in EMA_KEYS]
     # An unsharded run saves -1 as the optimizer of every rank but the first: no state, yet the key is there.
-    return tuple(StatePart(name, tensor_bytes(item)) for name, item in found if item not in (None, -1))
+    # Empty ones and None are nobody's state either.
+    return tuple(StatePart(name, tensor_bytes(item)) for name, item in found if item and item != -1)
 
 
 def other_tensors(root: object, *, label: str = "") -> tuple[StatePart, ...]:

@@ -7,6 +7,7 @@ others.
 
 from __future__ import annotations
 
+import math
 import reprlib
 import struct
 from collections.abc import Callable, Mapping
@@ -14,7 +15,7 @@ from typing import Any
 
 from tasks.checkpoint import OptimizerIndex, ParameterState, StoredTensor
 from tasks.errors import ErrorKind, Problem
-from tasks.formats.metaseq_reader import EMA_KEYS, stored_tensors
+from tasks.formats.metaseq_reader import EMA_KEYS, OPTIMIZER_KEYS, stored_tensors
 from tasks.torchfile.objects import StorageRef, TensorRef
 
 OPTIMIZER_KEY = "last_optimizer_state"
@@ -24,6 +25,8 @@ NAMES_KEY = "param_names"
 TENSOR_NUMBERS_KEY = "tensor_numbers"
 ID_MAP_KEY = "param_id_map"
 _SCALE = "_scale"
+# Always one number, though some optimizers keep it as a tensor of one axis.
+_STEP = "step"
 _FORMATS = {"float32": "<f", "float64": "<d", "float16": "<e", "int64": "<q", "int32": "<i"}
 
 Locations = Mapping[StorageRef, tuple[int, int, int | None]]
@@ -34,27 +37,42 @@ def optimizer_index(
     root: Mapping[str, Any], locations: Locations, read: ReadRange, label: str
 ) -> tuple[OptimizerIndex | None, list[Problem]]:
     """Index `last_optimizer_state`; None where the file has none (another rank of an unsharded run has it)."""
+    problems = [
+        _bad_state(label, f"{key} is of an older form than {OPTIMIZER_KEY}", key)
+        for key in OPTIMIZER_KEYS
+        if key != OPTIMIZER_KEY and holds_state(root.get(key))
+    ]
     stated = root.get(OPTIMIZER_KEY)
-    if not isinstance(stated, dict):
-        return None, []
-    problems: list[Problem] = []
+    if not isinstance(stated, dict) or not stated:
+        return None, problems
     try:
         parameters = []
         for number, entry in stated["state"].items():
-            state, more = _parameter_state(int(number), entry, locations, read, label)
+            state, more = _parameter_state(_id(number), entry, locations, read, label)
             parameters.append(state)
             problems += more
-        groups = tuple(tuple(int(number) for number in group["params"]) for group in stated["param_groups"])
+        groups = tuple(tuple(_id(number) for number in group["params"]) for group in stated["param_groups"])
         id_map = stated.get(ID_MAP_KEY)
-        pairs = None if id_map is None else tuple((int(a), None if b is None else int(b)) for a, b in id_map.items())
-        names = tuple((int(number), str(name)) for number, name in stated.get(NAMES_KEY, {}).items())
+        pairs = None if id_map is None else tuple((_id(a), None if b is None else _id(b)) for a, b in id_map.items())
+        names = tuple((_id(number), str(name)) for number, name in stated.get(NAMES_KEY, {}).items())
     except (KeyError, TypeError, ValueError, AttributeError) as fault:
         return None, [_bad_state(label, f"it is not as torch's optimizers write it: {reprlib.repr(fault)}")]
     return OptimizerIndex(tuple(parameters), groups, pairs, names), problems
 
 
-def _bad_state(label: str, why: str) -> Problem:
-    message = f"{label}: {OPTIMIZER_KEY} cannot be resharded: {why}"
+def holds_state(stated: object) -> bool:
+    """Tell an optimizer's state from what stands in its place: None, -1 or nothing at all."""
+    return isinstance(stated, dict) and bool(stated)
+
+
+def _id(number: object) -> int:
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise TypeError(f"{reprlib.repr(number)} is no id of a parameter")
+    return number
+
+
+def _bad_state(label: str, why: str, key: str = OPTIMIZER_KEY) -> Problem:
+    message = f"{label}: {key} cannot be resharded: {why}"
     hint = "pass --state drop to write the weights without it"
     return Problem(ErrorKind.SOURCE, "bad-optimizer-state", message, hint=hint)
 
@@ -62,37 +80,48 @@ def _bad_state(label: str, why: str) -> Problem:
 def _parameter_state(
     number: int, entry: Mapping[str, Any], locations: Locations, read: ReadRange, label: str
 ) -> tuple[ParameterState, list[Problem]]:
-    tensors = {key: item for key, item in entry.items() if is_moment(item)}
+    tensors = {key: item for key, item in entry.items() if is_moment(key, item)}
     stored, problems = stored_tensors(tensors, locations, f"{label}: optimizer state {number}")
     scales = tuple(
-        (key.removesuffix(_SCALE), number_of(item, locations, read))
+        (key.removesuffix(_SCALE), _factor(number_of(item, locations, read)))
         for key, item in entry.items()
         if is_scale(key, entry)
     )
     scalars = tuple(
-        (key, _token(item, locations))
+        (key, _token(item, locations, read))
         for key, item in entry.items()
-        if not is_moment(item) and not is_scale(key, entry)
+        if not is_moment(key, item) and not is_scale(key, entry)
     )
     moments = tuple(zip(tensors, stored, strict=True)) if not problems else ()
     return ParameterState(number, moments, scalars, scales), problems
 
 
-def is_moment(item: object) -> bool:
+def is_moment(key: str, item: object) -> bool:
     """Tell the tensors that have an element for each element of the parameter from those that are one number."""
-    return isinstance(item, TensorRef) and len(item.shape) > 0
+    return isinstance(item, TensorRef) and len(item.shape) > 0 and key != _STEP
+
+
+def _factor(number: float) -> float:
+    if not math.isfinite(number) or number == 0:
+        raise ValueError(f"the factor {number} of a moment is no factor")
+    return number
 
 
 def is_scale(key: str, entry: Mapping[str, Any]) -> bool:
     """Tell the factor of another tensor of the entry (`exp_avg_scale` of metaseq's `--fp16-adam-stats`)."""
-    return key.endswith(_SCALE) and is_moment(entry.get(key.removesuffix(_SCALE)))
+    return key.endswith(_SCALE) and is_moment(key.removesuffix(_SCALE), entry.get(key.removesuffix(_SCALE)))
 
 
 def number_of(item: object, locations: Locations, read: ReadRange) -> float:
     """Return the value of a number or of a tensor of one number."""
-    if isinstance(item, TensorRef) and item.dtype in _FORMATS:
+    if isinstance(item, TensorRef) and item.num_elements == 1 and item.dtype in (*_FORMATS, "bfloat16"):
         at = locations[item.storage][0] + item.offset * item.item_size_bytes
-        number: float = struct.unpack(_FORMATS[item.dtype], read(at, item.item_size_bytes))[0]
+        data = read(at, item.item_size_bytes)
+        if item.dtype == "bfloat16":
+            data, number_format = b"\0\0" + data, "<f"  # the upper half of a float32
+        else:
+            number_format = _FORMATS[item.dtype]
+        number: float = struct.unpack(number_format, data)[0]
         return number
     if isinstance(item, int | float) and not isinstance(item, bool):
         return float(item)
@@ -101,16 +130,17 @@ def number_of(item: object, locations: Locations, read: ReadRange) -> float:
 
 def pack_number(dtype: str, number: float) -> bytes:
     """Return the bytes of a tensor of one number."""
-    return struct.pack(_FORMATS[dtype], number)
+    return struct.pack("<f", number)[2:] if dtype == "bfloat16" else struct.pack(_FORMATS[dtype], number)
 
 
-def _token(item: object, locations: Locations) -> str:
-    """Return what two equal scalars have in common; the checksum of one number stands for its bytes."""
-    if isinstance(item, TensorRef) and item.dtype not in _FORMATS:
-        raise ValueError(f"a {item.dtype} tensor of one number is of no kind known")
-    if isinstance(item, TensorRef):
-        return f"{item.dtype} tensor {locations[item.storage][2]}"
-    return repr(item) if isinstance(item, int | float | str | bool | None) else type(item).__name__
+def _token(item: object, locations: Locations, read: ReadRange) -> str:
+    """Return what two equal scalars have in common."""
+    if not isinstance(item, TensorRef):
+        return repr(item) if isinstance(item, int | float | str | bool | None) else type(item).__name__
+    _, size, crc32 = locations[item.storage]
+    if crc32 and size == item.item_size_bytes <= 4:
+        return f"{item.dtype} tensor {crc32:08x}"  # up to four bytes, a CRC32 stands for one number; nothing is read
+    return f"{item.dtype} tensor of {number_of(item, locations, read)}"
 
 
 def averages(

@@ -7,7 +7,7 @@ streams of its own. What is one number for each parameter (step) must be the sam
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -33,6 +33,11 @@ def add_state(source: Source, indexes: Sequence[ShardIndex]) -> tuple[Source, li
         builder.problems += coverage_problems(
             builder.tensors, [builder.state_only(part, mp) for mp, part in enumerate(slices)]
         )
+    averages = tuple(dict.fromkeys(key for index in indexes for key, _ in index.averages))
+    for name, repeated in source.ties:
+        for key in averages:
+            if state_key(key, repeated) in builder.tensors and state_key(key, name) not in builder.tensors:
+                builder.fault("missing-tensors", f"extra_state.{key} has {repeated}, but not {name}, which it repeats")
     if builder.problems:
         return source, builder.problems
     return replace(
@@ -40,9 +45,20 @@ def add_state(source: Source, indexes: Sequence[ShardIndex]) -> tuple[Source, li
         slices=slices,
         state_tensors=builder.tensors,
         moments=tuple(builder.moments),
-        averages=tuple(dict.fromkeys(key for index in indexes for key, _ in index.averages)),
+        averages=averages,
+        untested_ties=(*source.untested_ties, *_tied_averages(source, builder.tensors, averages)),
         optimizer=builder.layout(),
     ), []
+
+
+def _tied_averages(
+    source: Source, tensors: Mapping[str, GlobalTensor], averages: Iterable[str]
+) -> Iterator[tuple[str, str]]:
+    """Yield the averages of tied weights that are stored twice: their bytes must be equal, as those of the weights."""
+    for key in averages:
+        for name, repeated in source.ties:
+            if state_key(key, repeated) in tensors:
+                yield state_key(key, name), state_key(key, repeated)
 
 
 @dataclass
@@ -94,11 +110,9 @@ class _Builder:
             self.fault("missing-optimizer-state", f"only some shards of part {mp} hold optimizer state; not so {odd}")
             return
         parameters = self.source.flat_parameters
+        if not self._check_ids(first, range(len(parameters)), "flat parameters"):
+            return
         for state in first.parameters:
-            if not 0 <= state.number < len(parameters):
-                message = f"the optimizer has state for parameter {state.number} of {len(parameters)} flat parameters"
-                self.fault("bad-optimizer-state", message)
-                continue
             parameter = parameters[state.number]
             named = tuple(zip(parameter.full_names(), parameter.shapes, strict=True))
             self.covered[state.number] = parameter.full_names()
@@ -165,14 +179,42 @@ class _Builder:
             )
             return
         names = self._names(first)
+        unknown = sorted(name for name in names.values() if modern_name(name) not in self.source.entries)
+        if unknown:
+            self.fault("bad-optimizer-state", f"the optimizer names parameters that the model has not: {some(unknown)}")
+            return
+        if not self._check_ids(first, names, "parameters"):
+            return
         for state in first.parameters:
-            name = names.get(state.number)
-            if name is None:
-                self.fault("bad-optimizer-state", f"no parameter is known for the optimizer's id {state.number}")
-                continue
+            name = names[state.number]
             self.covered[state.number] = (name,)
             for moment, tensor in state.moments:
                 self._add_named(mp, moment, name, tensor, holders[0], dict(state.scales).get(moment), pieces, streams)
+
+    def _check_ids(self, index: OptimizerIndex, expected: Collection[int], what: str) -> bool:
+        """Hold the optimizer's ids against the parameters: torch numbers those it was given, through all its groups.
+
+        An optimizer of some of the parameters, or of several groups, numbers others than the model does: which
+        parameters its ids are is known only where the file names them.
+        """
+        listed = [number for group in index.groups for number in group]
+        hint = "pass --state drop; the moments would go to the wrong parameters"
+        if len(set(listed)) != len(listed) or set(listed) != set(expected):
+            self.fault(
+                "optimizer-ids",
+                f"the optimizer's param_groups are not of all {what}, each once",
+                f"declared: ids {_listed(sorted(expected))}; actual: {_listed(listed)}",
+                hint=hint,
+            )
+            return False
+        if len(index.groups) > 1 and not index.names:
+            message = f"the optimizer has {len(index.groups)} groups, and nothing tells which {what} its ids are"
+            self.fault("optimizer-ids", message, hint=hint)
+            return False
+        odd = sorted({state.number for state in index.parameters} - set(listed))
+        if odd:
+            self.fault("optimizer-ids", f"the optimizer has state for ids that no group has: {_listed(odd)}", hint=hint)
+        return not odd
 
     def _names(self, index: OptimizerIndex) -> dict[int, str]:
         """Name the ids: as the file states, else in the order in which FSDP units hold parameters."""
@@ -203,25 +245,34 @@ class _Builder:
         self._add_pieces(mp, state, ((name, tensor.shape),), len(streams) - 1, tensor.dtype, label, pieces)
 
     def _average(self, mp: int, key: str, numbers: list[int], pieces: list[Piece], streams: list[Stream]) -> None:
-        held = [(number, dict(self.indexes[number].averages).get(key, ())) for number in numbers]
         flat_parameters = {parameter.key: parameter for parameter in self.source.flat_parameters}
-        by_name = [{tensor.name: tensor for tensor in tensors} for _, tensors in held]
-        if len({tuple(sorted(tensors)) for tensors in by_name}) > 1:
+        # Several files of one rank (`_part{i}`) hold different tensors of it.
+        by_rank: dict[int, dict[str, tuple[int, StoredTensor]]] = {}
+        for number in numbers:
+            rank = by_rank.setdefault(self.indexes[number].dp, {})
+            for tensor in dict(self.indexes[number].averages).get(key, ()):
+                if tensor.name in rank:
+                    where = self.indexes[number].label
+                    self.fault(
+                        "duplicate-tensors", f"extra_state.{key}: {tensor.name} is in several files, as in {where}"
+                    )
+                rank[tensor.name] = number, tensor
+        ranks = [by_rank[dp] for dp in sorted(by_rank)]
+        if len({tuple(sorted(rank)) for rank in ranks}) > 1:
             self.fault("missing-tensors", f"extra_state.{key} has different tensors in the shards of part {mp}")
             return
-        for name in by_name[0]:
-            if is_flat_key(name):
-                if name not in flat_parameters:
-                    self.fault("missing-tensors", f"extra_state.{key} has {name}, which the model has not")
-                    continue
-                parameter = flat_parameters[name]
-                named = tuple(zip(parameter.full_names(), parameter.shapes, strict=True))
-                found = [(tensors[name], None) for tensors in by_name]
+        for name in ranks[0]:
+            if not is_flat_key(name):
+                for rank in ranks:
+                    number, tensor = rank[name]
+                    self._add_named(mp, key, name, tensor, number, None, pieces, streams)
+            elif name in flat_parameters:
+                named = tuple(zip(flat_parameters[name].full_names(), flat_parameters[name].shapes, strict=True))
+                found = [(rank[name][1], None) for rank in ranks]
                 label = f"extra_state.{key}: {name} in part {mp}"
-                self._add_flat(mp, key, label, named, numbers, found, pieces, streams)
-                continue
-            for number, tensors in zip(numbers, by_name, strict=True):
-                self._add_named(mp, key, name, tensors[name], number, None, pieces, streams)
+                self._add_flat(mp, key, label, named, [rank[name][0] for rank in ranks], found, pieces, streams)
+            else:
+                self.fault("missing-tensors", f"extra_state.{key} has {name}, which the model has not")
 
     def _add_pieces(
         self,
@@ -285,10 +336,13 @@ class _Builder:
         """Refuse files that disagree about steps and groups: each target takes them from one of the files."""
         first: dict[int, tuple[ParameterState, str]] = {}
         groups: dict[tuple[tuple[int, ...], ...], str] = {}
+        held: dict[tuple[tuple[int, tuple[str, ...]], ...], str] = {}
         for index in self.indexes:
             if index.optimizer is None:
                 continue
             groups.setdefault(index.optimizer.groups, index.label)
+            what = tuple(sorted((s.number, tuple(name for name, _ in s.moments)) for s in index.optimizer.parameters))
+            held.setdefault(what, index.label)
             for state in index.optimizer.parameters:
                 known, label = first.setdefault(state.number, (state, index.label))
                 if known.scalars != state.scalars:
@@ -298,6 +352,10 @@ class _Builder:
                         f"{dict(known.scalars)} in {label}",
                         f"{dict(state.scalars)} in {index.label}",
                     )
+        if len(held) > 1:
+            files = some(list(held.values()))
+            message = f"the optimizer's state is of different parameters or moments in these files: {files}"
+            self.fault("optimizer-states-differ", message)
         if len(groups) > 1:
             self.fault("optimizer-states-differ", f"param_groups differ between files: {some(list(groups.values()))}")
 
@@ -314,6 +372,10 @@ class _Builder:
             with_state=frozenset(states),
             scalars={number: state.scalars for number, state in states.items()},
             num_groups=len(index.groups),
+            holders=tuple(
+                next(n for n, index in enumerate(self.indexes) if index.mp == mp and index.optimizer is not None)
+                for mp in range(self.source.mesh.mp)
+            ),
             scaled=self.scaled,
         )
 
@@ -322,3 +384,7 @@ class _Builder:
         if index.id_map is not None or not self.source.flat:
             return {number: (name,) for number, name in self._names(index).items()}
         return {number: parameter.full_names() for number, parameter in enumerate(self.source.flat_parameters)}
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return some([str(number) for number in numbers], 12) or "none"

@@ -16,9 +16,11 @@ from tasks.formats.metaseq_state_reader import (
     NAMES_KEY,
     OPTIMIZER_KEY,
     TENSOR_NUMBERS_KEY,
+    holds_state,
     is_moment,
     is_scale,
 )
+from tasks.layout import state_key
 from tasks.source import Source
 from tasks.target import Entry, Slot, Target, Unit, fsdp_units
 from tasks.target_checks import optimizer_id
@@ -62,10 +64,14 @@ class StateMaker:
         made = {name: self._tensor_of(self._numbers[key, name]) for name in order if (key, name) in self._numbers}
         if not self._target.options.flat:
             for name, repeated in self._target.ties:
-                if name in made:
+                if name in made and self._repeats(key, repeated):
                     first = made[name]
                     made[repeated] = TensorRef(first.storage, 0, tuple(iter(first.shape)), tuple(iter(first.stride)))
         return made
+
+    def _repeats(self, key: str, repeated: str) -> bool:
+        """Tell whether a tied tensor stands under its second name too: as in the source, where that is unflat."""
+        return not key or self._source.flat or state_key(key, repeated) in self._source.state_tensors
 
     def optimizer(self, held: dict[str, Any]) -> dict[str, Any]:
         """Make `last_optimizer_state` from that of a source file, which is changed in place."""
@@ -107,7 +113,7 @@ class StateMaker:
         """Make the state of one parameter, in the order of the source's."""
         made: dict[str, Any] = {}
         for key, item in old.items():
-            if is_moment(item):
+            if is_moment(key, item):
                 made[key] = self._tensor_of(self._numbers[key, name])
             elif is_scale(key, old):
                 moment = key.removesuffix("_scale")
@@ -140,7 +146,7 @@ def fsdp_units_of(source: Source, target: Target) -> tuple[Unit, ...]:
 
 def holds_optimizer(root: object) -> bool:
     """Tell files that hold the optimizer's state from those of ranks that left it to another."""
-    return isinstance(root, dict) and isinstance(root.get(OPTIMIZER_KEY), dict)
+    return isinstance(root, dict) and holds_state(root.get(OPTIMIZER_KEY))
 
 
 def _name(slot: Slot) -> str:

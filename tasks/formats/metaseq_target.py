@@ -174,23 +174,19 @@ def _update_state(
     dp: int,
 ) -> None:
     """Put the training state in place of the source's, or take it out; then what belongs to other ranks."""
+    keep = target.options.keep_state
     for key in OPTIMIZER_KEYS:
-        if (
-            key == OPTIMIZER_KEY
-            and source.optimizer is not None
-            and target.options.keep_state
-            and holds_optimizer(state_root)
-        ):
-            root[key] = state.optimizer(state_root[key])
-        else:
-            root.pop(key, None)
+        if not keep and key in root:
+            del root[key]
+    if keep and source.optimizer is not None and holds_optimizer(state_root):
+        root[OPTIMIZER_KEY] = state.optimizer(state_root[OPTIMIZER_KEY])
     extra = root.get("extra_state")
     if not isinstance(extra, dict):
         return
     for key in EMA_KEYS:
         if key in target.states:
             extra[key] = state.average(key, names)
-        else:
+        elif not keep:
             extra.pop(key, None)
     if source.mesh.mp != target.options.mesh.mp:
         extra.pop(RANDOM_STATE_KEY, None)

@@ -161,3 +161,50 @@ def test_status_of_no_target_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ReshardError) as caught:
         status(str(tmp_path))
     assert caught.value.exit_code == 7
+
+
+def test_overwrite_removes_what_an_unfinished_run_left_and_mends_what_is_damaged(tmp_path: Path) -> None:
+    reshard_here(SOURCE, tmp_path, mp=2, dp=4, flat=True)
+    (tmp_path / "manifest.json").unlink()  # as if it had been killed before the end
+    reshard_here(SOURCE, tmp_path, mp=2, dp=2, flat=True, overwrite=True)
+    assert len(list(tmp_path.glob("*.pt"))) == 4
+    assert len(list((tmp_path / ".reshard" / "records").iterdir())) == 4
+    victim = sorted(tmp_path.glob("*.pt"))[1]
+    whole = victim.read_bytes()
+    victim.write_bytes(whole[:5000] + b"x" + whole[5001:])
+    again = reshard_here(SOURCE, tmp_path, mp=2, dp=2, flat=True, overwrite=True)
+    assert again["kept"] == 3
+    assert victim.read_bytes() == whole
+
+
+def test_a_folder_of_links_protects_what_they_lead_to(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "farm").mkdir()
+    for path in SOURCE.glob("check*.pt"):
+        shutil.copy(path, tmp_path / "real" / path.name)
+        (tmp_path / "farm" / path.name).symlink_to(tmp_path / "real" / path.name)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "real").iterdir()}
+    for target in ("real", "farm"):
+        with pytest.raises(ReshardError, match="folder of the source"):
+            reshard_here(tmp_path / "farm", tmp_path / target, mp=2, dp=3, flat=True, overwrite=True)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "real").iterdir()} == before
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", "junk", '{"plan_id": 3, "files": [1]}'])
+def test_manifests_that_are_not_ours_are_in_the_way_and_no_crash(content: str, tmp_path: Path) -> None:
+    reshard_here(SOURCE, tmp_path, mp=2, dp=2, flat=True)
+    own = json.loads((tmp_path / "manifest.json").read_text())["plan_id"]
+    for text in (content, json.dumps({"plan_id": own})):
+        (tmp_path / "manifest.json").write_text(text)
+        with pytest.raises(ReshardError) as caught:
+            reshard_here(SOURCE, tmp_path, mp=2, dp=2, flat=True)
+        assert caught.value.exit_code == 7
+    reshard_here(SOURCE, tmp_path, mp=2, dp=2, flat=True, overwrite=True)
+
+
+@pytest.mark.parametrize("prefix", ["x-shard3", "_x", ".x", "a_part1", "x-rank-0", "x-model_part-1", "x\ny", ".."])
+def test_prefixes_that_would_not_be_found_again_are_refused(prefix: str, tmp_path: Path) -> None:
+    with pytest.raises(ReshardError) as caught:
+        reshard_here(SOURCE, tmp_path / "out", mp=1, dp=1, flat=False, prefix=prefix)
+    assert caught.value.exit_code == 2
+    assert not (tmp_path / "out").exists()

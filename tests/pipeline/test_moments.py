@@ -117,18 +117,142 @@ def test_more_moments_and_parameters_without_state_are_kept(tmp_path: Path) -> N
             assert_equal_trees(left, right, name)
 
 
-def test_groups_follow_their_parameters(tmp_path: Path) -> None:
+def test_groups_follow_their_parameters_where_names_tell_which_they_are(tmp_path: Path) -> None:
+    reshard_here(SOURCE, tmp_path / "named", mp=2, dp=1, flat=False, keep_state=True)
+    for path in (tmp_path / "named").glob("*.pt"):
+        whole = load(path)
+        state = whole["last_optimizer_state"]
+        first, names = state["param_groups"][0], state["param_names"]
+        biases = [number for number, name in names.items() if name.endswith("bias")]
+        others = [number for number in names if number not in biases]
+        state["param_groups"] = [{**first, "params": others}, {**first, "weight_decay": 0.0, "params": biases}]
+        torch.save(whole, path)
+    reshard_here(tmp_path / "named", tmp_path / "out", mp=1, dp=1, keep_state=True)
+    state = load(tmp_path / "out" / "checkpoint_last.pt")["last_optimizer_state"]
+    in_second = {state["param_names"][number] for number in state["param_groups"][1]["params"]}
+    assert in_second == {name for name in state["param_names"].values() if name.endswith("bias")}
+    assert sorted(n for group in state["param_groups"] for n in group["params"]) == list(state["param_names"])
+    with pytest.raises(ReshardError, match="different param_groups") as caught:
+        reshard_here(tmp_path / "named", tmp_path / "flat", mp=1, dp=2, flat=True, keep_state=True)
+    assert caught.value.exit_code == 4
+
+
+@pytest.mark.parametrize(
+    "groups", [[[0, 1]], [[0, 1], [2]], [[0, 1, 2, 3]], [[]], [[0, 1, 2, 2]], [[0, 2], [1]]], ids=str
+)
+def test_ids_that_may_be_of_other_parameters_are_refused(groups: list[list[int]], tmp_path: Path) -> None:
+    """torch numbers what the optimizer was given, through all its groups: these ids may be of any parameter."""
+
     def edit(state: Shard, mp: int, dp: int) -> None:
-        first = state["param_groups"][0]
-        state["param_groups"] = [{**first, "params": [0, 2]}, {**first, "weight_decay": 0.0, "params": [1]}]
+        state["param_groups"] = [{**state["param_groups"][0], "params": ids} for ids in groups]
 
     source = edited(tmp_path / "source", edit)
-    reshard_here(source, tmp_path / "out", mp=1, dp=1, flat=False, keep_state=True)
+    with pytest.raises(ReshardError, match="optimizer-ids") as caught:
+        reshard_here(source, tmp_path / "out", mp=1, dp=2, flat=True, keep_state=True)
+    assert caught.value.exit_code == 3
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_factors_of_fp32_moments_are_taken_up_too(flat: bool, tmp_path: Path) -> None:
+    """Without --memory-efficient-fp16 metaseq saves everything in fp32, and the factors stay beside it."""
+
+    def edit(state: Shard, mp: int, dp: int) -> None:
+        for entry in state["state"].values():
+            entry["exp_avg_scale"] = entry["exp_avg_sq_scale"] = 2.0
+
+    source = edited(tmp_path / "source", edit)
+    options: dict[str, Any] = {"keep_state": True, "moments_dtype": "float32"}
+    reshard_here(source, tmp_path / "out", mp=1, dp=3 if flat else 1, flat=flat, **options)
+    if flat:
+        assert_same(true_moments(tmp_path / "out", (1, 3), "exp_avg"), true_moments(source, (2, 4), "exp_avg"))
+        return
     state = load(tmp_path / "out" / "checkpoint_last.pt")["last_optimizer_state"]
-    names = state["param_names"]
-    in_second = {names[number] for number in state["param_groups"][1]["params"]}
-    assert in_second == {name for name in names.values() if name.startswith("decoder.layers.0.")}
-    assert sorted(n for group in state["param_groups"] for n in group["params"]) == list(names)
+    expected = true_moments(source, (2, 4), "exp_avg")
+    for number, name in state["param_names"].items():
+        assert torch.equal(state["state"][number]["exp_avg"], expected[name]), name
+
+
+@pytest.mark.parametrize("factor", [0.0, float("nan"), float("inf")])
+def test_factors_that_are_none_are_refused(factor: float, tmp_path: Path) -> None:
+    source = edited(tmp_path / "source", halve(lambda number, mp, dp: factor if dp else 1.0, as_tensor=True))
+    with pytest.raises(ReshardError, match="is no factor") as caught:
+        reshard_here(source, tmp_path / "out", mp=1, dp=3, flat=True, keep_state=True)
+    assert caught.value.exit_code == 3
+
+
+def test_replicated_moments_may_be_rounded_under_the_factors_of_their_parts(tmp_path: Path) -> None:
+    source = edited(tmp_path / "source", halve(lambda number, mp, dp: 1.0 + mp, as_tensor=False))
+    reshard_here(source, tmp_path / "out", mp=2, dp=3, flat=True, keep_state=True)
+    entry = load(tmp_path / "out" / "checkpoint_last-model_part-1-shard0.pt")["last_optimizer_state"]["state"][0]
+    assert entry["exp_avg_scale"] == 2.0
+
+
+def test_steps_are_compared_by_value_wherever_they_stand(tmp_path: Path) -> None:
+    steps = torch.zeros(8)
+
+    def edit(state: Shard, mp: int, dp: int) -> None:
+        for entry in state["state"].values():
+            entry["step"] = steps[dp]  # a view: its storage has the same bytes in all files
+        steps[dp] = 3.0 + dp
+
+    source = edited(tmp_path / "source", edit)
+    with pytest.raises(ReshardError, match="differs between files"):
+        reshard_here(source, tmp_path / "out", mp=1, dp=3, flat=True, keep_state=True)
+
+
+@pytest.mark.parametrize("step", [torch.tensor([3.0]), torch.tensor(3.0, dtype=torch.bfloat16), torch.tensor(3)])
+def test_steps_of_any_kind_are_kept(step: torch.Tensor, tmp_path: Path) -> None:
+    source = edited(tmp_path / "source", lambda state, mp, dp: [e.update(step=step) for e in state["state"].values()])
+    reshard_here(source, tmp_path / "out", mp=1, dp=3, flat=True, keep_state=True)
+    entry = load(tmp_path / "out" / "checkpoint_last-model_part-0-shard1.pt")["last_optimizer_state"]["state"][2]
+    assert entry["step"].dtype == step.dtype
+    assert torch.equal(entry["step"], step)
+    reshard_here(source, tmp_path / "whole", mp=1, dp=1, flat=False, keep_state=True)
+    assert load(tmp_path / "whole" / "checkpoint_last.pt")["last_optimizer_state"]["state"][5]["step"] == 3
+
+
+def test_state_that_the_first_shard_lacks_is_noticed(tmp_path: Path) -> None:
+    source = edited(tmp_path / "source", lambda state, mp, dp: state["state"].pop(1) if dp == 0 else None)
+    for dp in (1, 3):
+        with pytest.raises(ReshardError) as caught:
+            reshard_here(source, tmp_path / "out", mp=1, dp=dp, flat=True, keep_state=True)
+        assert caught.value.exit_code == 3
+
+
+def test_older_forms_of_state_are_refused_and_empty_ones_kept(tmp_path: Path) -> None:
+    for name, state in (("older", {"optimizer": {"state": {}}}), ("none", {"last_optimizer_state": None})):
+        (tmp_path / name).mkdir()
+        for path in FIXTURES.glob("mp8dp1-fp16-fused-noopt/check*.pt"):
+            torch.save({**load(path), **state}, tmp_path / name / path.name)
+    with pytest.raises(ReshardError, match="--state drop"):
+        reshard_here(tmp_path / "older", tmp_path / "out", mp=2, keep_state=True)
+    reshard_here(tmp_path / "none", tmp_path / "out", mp=2, keep_state=True)
+    file = load(tmp_path / "out" / "checkpoint_last-model_part-0-shard0.pt")
+    assert file["last_optimizer_state"] is None
+
+
+def test_averages_of_tied_weights_must_be_equal_and_stay_as_they_are(tmp_path: Path) -> None:
+    tied, first = "decoder.output_projection.weight", "decoder.embed_tokens.weight"
+    reshard_here(FIXTURES / "edge-ema-mp2dp2-fp16", tmp_path / "unflat", mp=1, dp=1, flat=False, keep_state=True)
+    path = tmp_path / "unflat" / "checkpoint_last.pt"
+    whole = load(path)
+    for name, edit in {
+        "equal": lambda ema: ema.update({tied: ema[first].clone()}),
+        "differs": lambda ema: ema.update({tied: ema[first] + 1}),
+        "one": lambda ema: ema.pop(tied),
+        "other": lambda ema: ema.pop(first),
+    }.items():
+        ema = dict(whole["extra_state"]["ema"])
+        edit(ema)
+        (tmp_path / name).mkdir()
+        torch.save({**whole, "extra_state": {**whole["extra_state"], "ema": ema}}, tmp_path / name / "c.pt")
+        target = tmp_path / f"{name}-out"
+        if name in ("differs", "other"):
+            with pytest.raises(ReshardError, match=r"decoder\.output_projection"):
+                reshard_here(tmp_path / name, target, mp=2, keep_state=True)
+            continue
+        reshard_here(tmp_path / name, target, mp=2, keep_state=True)
+        assert (tied in load(target / "c-model_part-0.pt")["extra_state"]["ema"]) == (name == "equal")
 
 
 @pytest.mark.parametrize(
