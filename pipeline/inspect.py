@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipeline.discovery import discover
-from pipeline.messages import run_command, size
+from pipeline.messages import CommandParser, run_command, size
 from pipeline.planning import index_here
 from tasks.checkpoint import ShardIndex
 from tasks.families.opt import OPT
@@ -20,12 +19,11 @@ from tasks.source import Source
 from tasks.target_checks import possible_parts
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def make_parser() -> CommandParser:
+    parser = CommandParser(
         prog="python -m pipeline.inspect",
         description="Tell what a checkpoint is: mp, dp, flat or not, dtypes, metadata, training state, size, problems.",
         epilog="exit codes: 0 sound; 2 wrong use; 3 bad or incomplete; 4 not of a known family",
-        allow_abbrev=False,
     )
     parser.add_argument("source", metavar="SOURCE", help="directory, prefix, file or quoted glob: a path or fsspec URL")
     parser.add_argument("--checkpoint", default="", metavar="NAME", help="which one, where SOURCE holds several")
@@ -141,7 +139,7 @@ def in_words(what: Mapping[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
-    words = make_parser().parse_args(arguments)
+    words = make_parser().parse(arguments)
     exit_code = 0
 
     def command() -> tuple[Mapping[str, Any], str]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from cluster.events import Event, EventKind
 from cluster.failures import Interrupted, NodeFailed
@@ -39,6 +40,24 @@ def run_command(command: Callable[[], tuple[Mapping[str, Any], str]], *, as_json
         return _failed(problems, int(problems[0].kind), as_json)
     _print(json.dumps(result, indent=1) if as_json else words)
     return 0
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A command line whose errors are told like all others: named, with the next step, as JSON too if asked for."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)
+        self._words: Sequence[str] = ()
+
+    def parse(self, words: Sequence[str] | None) -> argparse.Namespace:
+        """Parse words, or those of the process."""
+        self._words = sys.argv[1:] if words is None else words
+        return self.parse_args(self._words)
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        problem = Problem(ErrorKind.USAGE, "usage", message, hint=f"{self.prog} --help")
+        sys.exit(_failed([problem], int(ErrorKind.USAGE), "--json" in self._words))
 
 
 def problems_of(fault: Exception) -> Sequence[Problem]:

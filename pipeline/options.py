@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pipeline.messages import CommandParser
 from tasks.errors import ErrorKind, error
 from tasks.target import Projection
 
@@ -87,13 +88,11 @@ def _index(text: str) -> int:
     return int(text)
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def make_parser() -> CommandParser:
+    parser = CommandParser(
         prog="python -m pipeline.reshard",
         description="Reshard a metaseq checkpoint from any (mp, dp) to any other, flat or not, bit for bit.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("source", metavar="SOURCE", help="directory, prefix, file or quoted glob: a path or fsspec URL")
     parser.add_argument("target", metavar="TARGET", help="directory or prefix: a path or fsspec URL")
@@ -160,7 +159,7 @@ def make_parser() -> argparse.ArgumentParser:
 def parse_request(arguments: Sequence[str] | None = None) -> Request:
     """Read the command line; wrong use exits with 2, as argparse does."""
     parser = make_parser()
-    words = parser.parse_args(arguments)
+    words = parser.parse(arguments)
     flat = None if words.layout is None else words.layout == "flat"
     if flat is False and words.dp not in (None, 1):
         parser.error(f"--layout unflat has one file for each model-parallel part: --dp {words.dp} needs --layout flat")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipeline.lease import describe, is_alive, latest_lease
-from pipeline.messages import run_command
+from pipeline.messages import CommandParser, run_command
 from pipeline.target_folder import FAILURE, MANIFEST, RUN, WORK, named_files
 from tasks import storage
 from tasks.errors import ErrorKind, ReshardError, error
@@ -89,15 +88,14 @@ def in_words(what: Mapping[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m pipeline.status",
         description="Tell how far a run into TARGET is, what ended it, and what a rerun would do again.",
         epilog="exit codes: 0 told; 2 wrong use; 7 no run of this tool is there",
-        allow_abbrev=False,
     )
     parser.add_argument("target", metavar="TARGET", help="the TARGET of python -m pipeline.reshard")
     parser.add_argument("--json", action="store_true", help="machine-readable result on stdout")
-    words = parser.parse_args(arguments)
+    words = parser.parse(arguments)
 
     def command() -> tuple[Mapping[str, Any], str]:
         what = status(words.target)

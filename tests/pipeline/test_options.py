@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from pipeline.options import Request, check_request, parse_request, parse_size
@@ -48,7 +50,16 @@ def test_wrong_words_end_with_2(words: list[str], capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit) as caught:
         parse_request(words)
     assert caught.value.code == 2
-    assert "usage:" in capsys.readouterr().err
+    told = capsys.readouterr()
+    assert "usage:" in told.err
+    assert "next: python -m pipeline.reshard --help" in told.err
+    assert told.out == ""
+
+
+def test_wrong_words_are_told_as_json_if_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_request(["a", "b", "--json", "--mp", "0"])
+    assert json.loads(capsys.readouterr().out)["problems"][0]["reference"] == "usage"
 
 
 @pytest.mark.parametrize("text", ["", "12 parsecs", "-1", "1.2.3MB", "MiB"])
