@@ -29,6 +29,7 @@ from typing import Any, Self
 from cluster.dag import Frontier, Node, check_dag
 from cluster.events import Event, EventKind, ignore
 from cluster.failures import Interrupted, NodeFailed, RetryPolicy
+from cluster.losses import is_lost_by_ray, lost_needs
 from cluster.resources import TaskResources, check_capacity
 from cluster.worker import Report, remote_function
 
@@ -248,50 +249,19 @@ class Execution:
         num_failures = self._failures[node.id]
         seconds = time.monotonic() - attempt.submitted
         message = f"{type(cause).__name__}: {cause}"
-        if num_failures > self._retry.max_retries or not self._is_retryable(cause):
+        if num_failures > self._retry.max_retries or not (is_lost_by_ray(cause) or self._retry.is_retryable(cause)):
             self._observe(Event(EventKind.FAILED, node.id, node.kind, num_attempts, seconds, message=message))
             trace = _COLOURS.sub("", str(error)) if is_from_task else ""
             raise NodeFailed(node.id, node.kind, num_attempts, cause, trace) from cause
         if isinstance(cause, ray.exceptions.ObjectLostError):
-            lost = self._lost_needs(node, cause)
+            payloads = {need: self._payloads[need] for need in node.needs if need in self._payloads}
+            lost = lost_needs(payloads, self._workers, cause)
             self._frontier.lose(lost)
             for need in lost:
                 self._payloads.pop(need, None)
         self._observe(Event(EventKind.RETRIED, node.id, node.kind, num_attempts, seconds, message=message))
         due = time.monotonic() + self._retry.delay_seconds(num_failures)
         heapq.heappush(self._delayed, (due, node.id))
-
-    def _is_retryable(self, cause: BaseException) -> bool:
-        from ray import exceptions
-
-        lost_by_ray = (
-            exceptions.WorkerCrashedError,
-            exceptions.NodeDiedError,
-            exceptions.LocalRayletDiedError,
-            exceptions.OutOfMemoryError,
-            exceptions.ObjectLostError,
-        )
-        return isinstance(cause, lost_by_ray) or self._retry.is_retryable(cause)
-
-    def _lost_needs(self, node: Node, error: Any) -> list[str]:
-        """Return the needs of a node whose payloads are gone: the one that Ray names and all that died with it.
-
-        Ray names one at a time; finding them singly would use up the node's attempts. If Ray names none of the needs,
-        it was the node's own summary that was lost, and nothing but the node has to run again.
-        """
-        from ray.experimental import get_local_object_locations
-
-        by_hex = {self._payloads[need].hex(): need for need in node.needs if need in self._payloads}
-        named = by_hex.get(error.object_ref_hex)
-        if named is None:
-            return []
-        alive = _alive_machines()
-        suspects = [need for need in by_hex.values() if need != named and self._workers[need] not in alive]
-        # The places that Ray knows do not help: for a lost object it names the one where it put the error. A copy on a
-        # live machine is therefore not looked for; at worst a payload is made once more than necessary.
-        known = get_local_object_locations([self._payloads[need] for need in suspects]) if suspects else {}
-        sizes = {need: known.get(self._payloads[need], {}).get("object_size") or 0 for need in suspects}
-        return [named, *(need for need in suspects if sizes[need] > _INLINE_BYTES)]
 
     def _tell_if_silent(self) -> None:
         """Say so when nothing finishes because no live machine could run what is in flight: Ray keeps silent."""
@@ -331,9 +301,6 @@ class Execution:
 # Ray colours the name of the task in the text of an error.
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
-# Ray's `max_direct_call_object_size`: results up to this size travel with the reply and are kept by the driver.
-_INLINE_BYTES = 100 << 10
-
 
 def _note_error(ref: Any) -> bool:
     """Tell whether a reference holds an error; Ray logs those that nobody ever looked at."""
@@ -346,9 +313,3 @@ def _note_error(ref: Any) -> bool:
     except ray.exceptions.RayError:
         return True
     return False
-
-
-def _alive_machines() -> set[str]:
-    import ray
-
-    return {machine["NodeID"] for machine in ray.nodes() if machine["Alive"]}
