@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -166,26 +165,3 @@ def wait_for_records(head: Head, target: Path, count: int) -> None:
             return
         time.sleep(0.02)
     raise TimeoutError(head.logs("stopped"))
-
-
-def test_what_ray_prints_comes_before_the_json_result(head: Head, code: Path, tmp_path: Path) -> None:
-    """Ray prints some events of the cluster to standard output, where the result alone is to be."""
-    program: Any = (
-        "import builtins, sys; from pipeline import driver, reshard; "
-        "was = driver.execute; "
-        "driver.execute = lambda *words: (builtins.print('(autoscaler) an event'), was(*words))[1]; "
-        "sys.exit(reshard.main(sys.argv[1:]))"
-    )
-    import subprocess
-
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(SOURCE), str(tmp_path / "out"), "--mp", "1", "--state", "drop", "--json"],
-        cwd=code,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["exit_code"] == 0
-    assert "(autoscaler) an event" in done.stderr
