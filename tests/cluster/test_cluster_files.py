@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER_FILES = ("ray-cluster-aws.yaml", "ray-cluster-onprem.yaml")
 KUBERAY_FILES = ("kuberay-rayjob.yaml", "kuberay-raycronjob.yaml")
 
-# Of an idle worker, and of Ray's own processes on a machine; measured 140 MB and 600 MB.
+# Of an idle worker, and of Ray's own processes on a machine; measured 150 MB and 600 MB.
 IDLE_WORKER_BYTES = 256 << 20
 RAY_BYTES = 1 << 30
 

@@ -97,8 +97,9 @@ RAY_PRINTS = """
 import sys
 from cluster.session import ray_prints_plainly
 import ray
+event = {"pid": "raylet", "ip": "", "localhost": "", "lines": ["a node died"]}
 with ray_prints_plainly():
-    ray._private.worker.print_worker_logs({"pid": "raylet", "ip": "", "localhost": "", "lines": ["a node died"]}, sys.stdout)
+    ray._private.worker.print_worker_logs(event, sys.stdout)
 print("the result")
 """
 
