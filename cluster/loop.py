@@ -42,8 +42,9 @@ _GATHER_SECONDS = 0.01
 _WAIT_SECONDS = 0.25
 
 # A cancelled task sees KeyboardInterrupt between two Python instructions, so one that is copying a large buffer needs
-# a moment. After this its worker is killed.
-_CANCEL_SECONDS = 5.0
+# a moment. After this its worker is killed: half of the 3 s after which `ray job stop` kills the driver, who could then
+# not say what it was doing.
+_CANCEL_SECONDS = 1.5
 
 # Long enough that a normal pause between nodes does not ask Ray for its list of machines over and over.
 _SILENCE_SECONDS = 10.0
@@ -70,7 +71,7 @@ class Execution:
         retry: which failures are tried again.
         observe: called in the driver for every event, so it should be quick; what it raises ends the run.
         stop: once set, the run is cancelled and `Interrupted` raised: noticed within half a second, after which
-            cancelling takes as long as tasks need to let go, at most ten seconds.
+            cancelling takes as long as tasks need to let go, at most three seconds.
         silence_seconds: without a finished node for this long, the machines are looked at, and WAITING is told if
             none can run what is in flight.
     """

@@ -11,18 +11,22 @@ What workers get to see:
   cluster have the environment of their machines: credentials come from there (a role, a mounted file). Nothing is sent
   there but `environment`, which Ray stores and shows in the clear: never put a secret into it.
 
-Three habits of Ray to know: it replaces the SIGTERM handler when it starts, so install yours inside the `with`; it
-prints the death of a machine to standard output, so a result for other programs comes last there; and it reads at
-import whether to listen on 127.0.0.1 alone, so a process that imported Ray before listens on all addresses.
+Three habits of Ray to know: it replaces the SIGTERM handler when it starts, so install yours inside the `with`, and a
+SIGTERM before that is a KeyboardInterrupt here; it prints the death of a machine to standard output, in colours, which
+`ray_prints_plainly` is for; and it reads at import whether to listen on 127.0.0.1 alone, so a process that imported Ray
+before listens on all addresses.
 """
 
 from __future__ import annotations
 
+import io
 import os
+import re
 import socket
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,6 +48,8 @@ _LOCAL_SETTINGS = {
     "RAY_enable_worker_prestart": "0",  # workers on demand: 2.0 s against 3.4 s to start, one run each
     "RAY_prestart_worker_first_driver": "0",
 }
+
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 # Set by Ray's job supervisor; says that the job's own runtime environment is in force.
 _JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
@@ -101,14 +107,35 @@ def ray_session(
             "give the address of the cluster itself (host:6379), or use `ray job submit`"
         )
     _check_answers(target)
-    if target == "local":
-        _start_local(num_cpus, object_store_memory_bytes, python_path, environment or {})
-    else:
-        _join(target, packages, environment or {})
+    try:
+        if target == "local":
+            _start_local(num_cpus, object_store_memory_bytes, python_path, environment or {})
+        else:
+            _join(target, packages, environment or {})
+    except SystemExit as fault:
+        # Ray's own handler of SIGTERM, in force while it starts: what has been started goes down in order.
+        _shutdown()
+        raise KeyboardInterrupt("stopped on request while Ray was starting") from fault
     try:
         yield Session(is_local=target == "local")
     finally:
         _shutdown()
+
+
+@contextmanager
+def ray_prints_plainly() -> Iterator[None]:
+    """Lead what is printed to standard output to standard error, without colours: the former is for a result alone."""
+    with redirect_stdout(_PlainErrors()):
+        yield
+
+
+class _PlainErrors(io.TextIOBase):
+    def write(self, text: str) -> int:
+        sys.stderr.write(_COLOURS.sub("", text))
+        return len(text)
+
+    def flush(self) -> None:
+        sys.stderr.flush()
 
 
 def _check_answers(address: str) -> None:
@@ -123,8 +150,6 @@ def _check_answers(address: str) -> None:
 
 
 def _is_initialized() -> bool:
-    import sys
-
     # Whoever initialised Ray imported it; importing it here would be too early for the local settings.
     ray = sys.modules.get("ray")
     return ray is not None and bool(ray.is_initialized())

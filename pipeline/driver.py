@@ -15,7 +15,7 @@ from cluster.dag import Node
 from cluster.failures import RetryPolicy
 from cluster.loop import Execution
 from cluster.resources import TaskResources, check_capacity, default_resources, parse_resource_options
-from cluster.session import Session, Unreachable, ray_session
+from cluster.session import Session, Unreachable, ray_prints_plainly, ray_session
 from pipeline import nodes
 from pipeline.discovery import discover
 from pipeline.messages import Progress, say
@@ -60,8 +60,8 @@ def run(request: Request) -> Mapping[str, Any]:
     resources = _resources(request)
     progress = Progress()
     stop = threading.Event()
-    # Ray replaces the handler when it starts, so ours is set before and after.
-    with _stopping(stop), _session(request.address) as session, _stopping(stop):
+    with _stopping(stop), _session(request.address) as session:
+        _listen(stop)  # again: Ray has replaced the handler
         raise_if(nodes.capacity_problems(check_capacity(resources, session.nodes())))
         workers = sum(session.num_workers(each) for each in set(resources.values()))
         with Execution(
@@ -81,7 +81,7 @@ def run(request: Request) -> Mapping[str, Any]:
 def _session(address: str | None) -> Iterator[Session]:
     """Start or join Ray; the code goes to the workers of a cluster that is joined from outside of a Ray job."""
     try:
-        with ray_session(address, packages=_PACKAGES) as session:
+        with ray_prints_plainly(), ray_session(address, packages=_PACKAGES) as session:
             yield session
     except Unreachable as fault:
         raise error(
@@ -104,15 +104,19 @@ def _resources(request: Request) -> dict[str, TaskResources]:
 
 @contextmanager
 def _stopping(stop: threading.Event) -> Iterator[None]:
-    """Let SIGTERM (as `ray job stop` sends) end the run in order. Ray sets its own handler, so this comes after it."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    """Let SIGTERM (as `ray job stop` sends) end the run in order, from here until what was started has been ended."""
+    before = signal.getsignal(signal.SIGTERM)
+    _listen(stop)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
+
+
+def _listen(stop: threading.Event) -> None:
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: stop.set())
 
 
 def execute(request: Request, found: Found, execution: Executor, progress: Progress) -> dict[str, Any]:

@@ -32,6 +32,7 @@ FUNCTIONS = {
         functions.crash,
         functions.raise_until,
         functions.sleep_and_mark,
+        functions.deaf_and_mark,
         functions.not_a_pair,
     )
 }
@@ -183,6 +184,23 @@ def test_a_stop_cancels_what_is_in_flight(tmp_path: Path) -> None:
     watcher.join()
     assert time.monotonic() - started < 10
     assert (caught.value.num_finished, caught.value.num_unfinished) == (0, 2)
+    assert not (tmp_path / "done").exists()
+
+
+def test_a_stop_takes_less_than_the_three_seconds_of_a_ray_job_though_a_task_is_deaf_to_it(tmp_path: Path) -> None:
+    stop = threading.Event()
+    told: list[float] = []
+
+    def tell() -> None:
+        _set_when_there(tmp_path / "done.started", stop)
+        told.append(time.monotonic())
+
+    watcher = threading.Thread(target=tell)
+    watcher.start()
+    with execution(stop=stop) as ray_execution, pytest.raises(Interrupted):
+        ray_execution.run([Node("deaf", "deaf_and_mark", (str(tmp_path), "done", 20))])
+    watcher.join()
+    assert time.monotonic() - told[0] < 3
     assert not (tmp_path / "done").exists()
 
 

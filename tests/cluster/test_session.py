@@ -90,3 +90,44 @@ def test_the_ray_client_is_refused_with_the_next_step() -> None:
     code = "from cluster.session import ray_session\nwith ray_session('ray://head:10001'): pass"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert "use `ray job submit`" in done.stderr
+
+
+# Ray's own function for what comes from its processes, and a signal at the moment when Ray's own handler is in force.
+RAY_PRINTS = """
+import sys
+from cluster.session import ray_prints_plainly
+import ray
+event = {"pid": "raylet", "ip": "", "localhost": "", "lines": ["a node died"]}
+with ray_prints_plainly():
+    ray._private.worker.print_worker_logs(event, sys.stdout)
+print("the result")
+"""
+
+STOPPED_WHILE_STARTING = """
+import os, signal
+from cluster.session import ray_session
+import ray
+def init(**_options):
+    signal.signal(signal.SIGTERM, lambda number, _frame: exit(number))
+    os.kill(os.getpid(), signal.SIGTERM)
+ray.init = init
+try:
+    with ray_session("local"):
+        print("started")
+except KeyboardInterrupt as fault:
+    print(fault)
+"""
+
+
+def test_what_ray_prints_goes_to_standard_error_without_colours() -> None:
+    done = subprocess.run([sys.executable, "-c", RAY_PRINTS], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout == "the result\n"
+    assert done.stderr.endswith("(raylet) a node died\n")
+    assert "\x1b" not in done.stderr
+
+
+def test_a_sigterm_while_ray_starts_is_an_interrupt() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", STOPPED_WHILE_STARTING], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "stopped on request while Ray was starting\n", done.stderr
