@@ -32,9 +32,7 @@ def run_command(command: Callable[[], tuple[Mapping[str, Any], str]], *, as_json
         result, words = command()
     except (Interrupted, KeyboardInterrupt) as fault:
         hint = "run the same command again; what is finished is kept"
-        return _failed(
-            [_problem("interrupted", f"interrupted: {fault or 'from the keyboard'}", hint)], INTERRUPTED, as_json
-        )
+        return _failed([_problem("interrupted", str(fault) or "stopped from the keyboard", hint)], INTERRUPTED, as_json)
     except Exception as fault:  # noqa: BLE001  the last resort: a fault of ours must still end with its class's code
         problems = problems_of(fault)
         return _failed(problems, int(problems[0].kind), as_json)

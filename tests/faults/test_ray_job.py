@@ -136,7 +136,7 @@ def test_a_stopped_job_ends_in_order_and_another_takes_up_its_work(head: Head, c
     assert time.monotonic() - began < 2 * STOP_SECONDS
     # Nothing was killed: the driver told how far it had come, and gave its lease back.
     told = after_ray(head.logs("stopped"))
-    assert told[-2].startswith("interrupted: stopped on request: ")
+    assert told[-2].startswith("error[interrupted]: stopped on request: ")
     assert told[-1] == "  next: run the same command again; what is finished is kept"
     (lease,) = (target / ".reshard" / "lease").glob("*.json")
     assert json.loads(lease.read_text())["released"] is True
