@@ -8,11 +8,13 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
 from typing import Any
 
 from cluster.events import Event, EventKind
 from cluster.failures import Interrupted, NodeFailed
-from tasks.errors import ErrorKind, ReshardError
+from tasks.errors import ErrorKind, ReshardError, error
+from tasks.storage import TransientStorageError
 
 # As a shell reports a process that was stopped by SIGINT.
 INTERRUPTED = 130
@@ -27,13 +29,18 @@ def say(text: str) -> None:
 def run_command(command: Callable[[], tuple[Mapping[str, Any], str]], *, as_json: bool) -> int:
     """Run a command that returns (result, the result in words); print it or its error, return the exit code."""
     try:
-        result, words = command()
+        # Ray prints to stdout when a worker or machine dies; programs read the result there, and nothing else.
+        with redirect_stdout(sys.stderr):
+            result, words = command()
     except ReshardError as fault:
         return _failed(fault, as_json)
     except NodeFailed as fault:
         if isinstance(fault.cause, ReshardError):
             return _failed(fault.cause, as_json)
         return _failed_task(fault, as_json)
+    except TransientStorageError as fault:
+        hint = "mend the storage, or wait until it answers, and run the same command again; what is finished is kept"
+        return _failed(error(ErrorKind.TASK, "storage-failed", str(fault), hint=hint), as_json)
     except (Interrupted, KeyboardInterrupt) as fault:
         say(
             f"interrupted: {fault or 'from the keyboard'}\n  next: run the same command again; what is finished is kept"
