@@ -10,7 +10,8 @@ from typing import Any
 
 from pipeline.lease import describe, is_alive, latest_lease
 from pipeline.messages import run_command
-from pipeline.target_folder import FAILURE, MANIFEST, RUN, WORK
+from pipeline.nodes import RUN
+from pipeline.target_folder import FAILURE, MANIFEST, WORK
 from tasks import storage
 from tasks.errors import ErrorKind, ReshardError, error
 
