@@ -1,11 +1,14 @@
 # make demo    reshard a small checkpoint and compare the result with the truth
 # make test    all checks and all tests
 # make bench   the benchmark
+# make soak    random kills for some minutes: SOAK="--runs 300 --seed 7"
 # make clean   remove what these made
 #
 # Each sets up what it needs in .venv first; only the first time takes long.
 
 VENV ?= .venv
+# Arguments for the soak test: how many runs, and the seed of layouts and moments.
+SOAK ?= --runs 300 --ray-runs 30
 # More arguments for pip, for example an index with smaller wheels of torch (README.md).
 PIP_ARGS ?=
 # The first Python that is new enough and can make environments.
@@ -19,7 +22,7 @@ SOURCES := pipeline tasks cluster tests
 DEMO_SOURCE := tests/data/fixtures/mp2dp4-fp16-fused
 DEMO_TARGET := demo-output
 
-.PHONY: demo test bench clean
+.PHONY: demo test bench soak clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.run-ready
@@ -41,6 +44,9 @@ test: $(VENV)/.test-ready
 
 bench: $(VENV)/.test-ready
 	$(PYTHON) -m tests.benchmarks.run
+
+soak: $(VENV)/.test-ready
+	$(PYTHON) -m tests.faults.soak $(SOAK)
 
 clean:
 	rm -rf $(VENV) $(DEMO_TARGET) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -25,6 +25,7 @@ from pipeline.target_folder import TargetFolder
 from tasks.checkpoint import ShardIndex
 from tasks.checksums import check_records
 from tasks.errors import ErrorKind, Problem, error, raise_if
+from tasks.faults import reach
 from tasks.formats.metaseq_files import Found
 from tasks.reader_pool import ReaderPool
 from tasks.regroup_mp_slice import SliceSummary, regroup_mp_slice
@@ -129,6 +130,7 @@ def execute(request: Request, found: Found, execution: Executor, progress: Progr
         plan = make_plan(request, found, indexes)
     folder = TargetFolder(request.target, plan)
     if folder.committed(overwrite=request.overwrite) is not None:
+        folder.clean_up_if_free(say)
         say(f"{folder.url} holds the result of this very plan already: nothing to do")
         return _result(plan, folder.url, [], [], times, already_done=True)
     with _timed(times, "regroup_seconds"):
@@ -137,11 +139,14 @@ def execute(request: Request, found: Found, execution: Executor, progress: Progr
         progress.begin("planning model-parallel parts", len(second))
         summaries = [item for item in execution.run(second).values() if isinstance(item, SliceSummary)]
         raise_if(problem for summary in summaries for problem in summary.problems)
+    reach("planned", folder.url)
     with folder.lease(say) as lease:
+        reach("lease-taken", folder.url)
         # Whoever held the lease until now may have finished this very plan.
         if folder.committed(overwrite=request.overwrite) is not None:
             return _result(plan, folder.url, summaries, [], times, already_done=True)
         folder.open(overwrite=request.overwrite)
+        reach("folder-opened", folder.url)
         with _timed(times, "write_seconds"), folder.noting_failure():
             third = nodes.write_nodes(plan, source, target, folder.url, request)
             progress.begin("writing target files", len(third))
@@ -151,7 +156,11 @@ def execute(request: Request, found: Found, execution: Executor, progress: Progr
         if kept:
             say(f"{kept} of {len(results)} files were finished already and are still whole")
         lease.check()
-        folder.commit(sorted(results, key=lambda result: (result.mp, result.dp)))
+        with folder.noting_failure():
+            folder.clean_up()
+            reach("files-finished", folder.url)
+            folder.commit(sorted(results, key=lambda result: (result.mp, result.dp)))
+        reach("manifest-written", folder.url)
     told = _result(plan, folder.url, summaries, [result for result in results if not result.kept], times)
     return {**told, "source_records_proven": proven, "kept": kept}
 

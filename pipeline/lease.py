@@ -32,6 +32,8 @@ from tasks.errors import ErrorKind, ReshardError, error
 # Four signs fit into the time of silence after which a run counts as dead, so that one lost request does not kill it.
 BEAT_SECONDS = 5.0
 SILENCE_SECONDS = 20.0
+# What /proc calls a process that has ended and is still in its table.
+_DEAD = ("Z", "X", "x")
 
 
 class Lease:
@@ -63,6 +65,7 @@ class Lease:
         self._generation = (latest["generation"] if latest else 0) + 1
         if not storage.create_only(self._path(self._generation, "json"), json.dumps(self._mine).encode()):
             raise _in_use(self._folder, "another run took the lease at the same moment")
+        self._clean_up()
         self._beats = threading.Thread(target=self._beat, name="lease", daemon=True)
         self._beats.start()
         return self
@@ -85,6 +88,12 @@ class Lease:
         if latest is None or latest["holder"].get("token") != self._mine["token"]:
             holder = "nobody" if latest is None else describe(latest["holder"])
             raise _in_use(self._folder, f"this run showed no sign of life for a while; the lease is now of {holder}")
+
+    def _clean_up(self) -> None:
+        """Remove what dead holders left half written; only now, since afterwards the signs of life are such files."""
+        with contextlib.suppress(ReshardError, OSError):
+            for remove in storage.leftovers(self._folder):
+                remove()
 
     def _path(self, generation: int, ending: str) -> str:
         return storage.join(self._folder, f"{generation:06}.{ending}")
@@ -198,8 +207,12 @@ def _process_namespace() -> str:
 
 
 def _born(process: int) -> str:
-    """Return when a process was started, in the kernel's ticks: a number is given to other processes in time."""
+    """Return when a process was started, in the kernel's ticks: a number is given to other processes in time.
+
+    Empty for a dead one, also while its parent has not asked how it ended: in a container that may be never.
+    """
     try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
+        state, *facts = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        return "" if state in _DEAD else facts[18]
+    except (OSError, ValueError, IndexError):
         return ""

@@ -65,7 +65,7 @@ def problems_of(fault: Exception) -> Sequence[Problem]:
         return cause.problems
     if isinstance(cause, TransientStorageError):
         hint = "check store, network and endpoint, then run the same command again; what is finished is kept"
-        return [_problem("storage-unavailable", str(cause), hint)]
+        return [_problem("storage-unavailable", str(fault), hint)]
     if isinstance(fault, NodeFailed):
         hint = "mend the cause and run the same command again; what is finished is kept"
         return [_problem("task-failed", str(fault), hint)]

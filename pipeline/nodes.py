@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -21,7 +22,8 @@ from pipeline.options import Request
 from pipeline.planning import Plan
 from tasks import storage
 from tasks.checkpoint import ShardIndex
-from tasks.errors import ErrorKind, Problem, ReshardError
+from tasks.errors import ErrorKind, Problem, ReshardError, error
+from tasks.faults import reach
 from tasks.formats.metaseq_files import ShardFile
 from tasks.regroup_mp_slice import SliceSummary, regroup_mp_slice
 from tasks.source import Source
@@ -32,6 +34,8 @@ from tasks.write_target_shard import ShardResult, write_target_shard
 
 _PIECE_BYTES = 16 << 20
 
+# Says in the target whose it is.
+RUN = "run.json"
 UNFLATTEN, REGROUP, WRITE = "unflatten_source_shard", "regroup_mp_slice", "write_target_shard"
 
 
@@ -63,9 +67,29 @@ def write(
         return kept, None
     if dp == 0:
         save_table(paths["plan"], table)
-    result = write_target_shard(source, target, mp, dp, paths["file"], paths["temporary"], memory_bytes, durable, table)
+        reach("plan-saved", paths["plan"])
+    file, temporary = paths["file"], paths["temporary"]
+    mine = partial(check_run, paths)
+    result = write_target_shard(
+        source, target, mp, dp, file, temporary, memory_bytes, durable, table, before_commit=mine
+    )
+    reach("file-committed", file)
     storage.write_small(paths["record"], record_of(paths["plan_id"], result), durable=False)
+    reach("record-written", paths["record"])
     return result, None
+
+
+def check_run(paths: Mapping[str, str]) -> None:
+    """Raise where another plan's run has taken the target over: a worker may outlive its driver, and would spoil it."""
+    run = json.loads(storage.read_small(paths["run"]))
+    if run["plan_id"] != paths["plan_id"]:
+        raise error(
+            ErrorKind.TARGET,
+            "target-in-use",
+            f"{paths['file']} is not published: a run of another plan has taken the target over",
+            context=(f"this run's plan: {paths['plan_id']}; there: {run['plan_id']}",),
+            hint="python -m pipeline.status TARGET tells which; run this command again if that one was a mistake",
+        )
 
 
 def finished_before(paths: Mapping[str, str]) -> ShardResult | None:
@@ -141,6 +165,7 @@ def paths(plan: Plan, folder: str, mp: int, dp: int) -> dict[str, str]:
     return {
         "file": storage.join(folder, name),
         "temporary": storage.join(work, "temporary"),
+        "run": storage.join(work, RUN),
         "plan": storage.join(work, "plan.parquet", f"model_part-{mp}.parquet"),
         "record": storage.join(work, "records", f"{name}.json"),
         "plan_id": plan.plan_id,

@@ -9,7 +9,8 @@ from typing import Any
 
 from pipeline.lease import describe, is_alive, latest_lease
 from pipeline.messages import CommandParser, run_command
-from pipeline.target_folder import FAILURE, MANIFEST, RUN, WORK, named_files
+from pipeline.nodes import RUN
+from pipeline.target_folder import FAILURE, MANIFEST, WORK, named_files
 from tasks import storage
 from tasks.errors import ErrorKind, ReshardError, error
 

@@ -14,15 +14,16 @@ from importlib.metadata import version
 from typing import Any
 
 from pipeline.lease import Lease
+from pipeline.nodes import RUN
 from pipeline.planning import Plan
 from tasks import storage
 from tasks.errors import ErrorKind, Problem, ReshardError, error, raise_if
 from tasks.family import some
+from tasks.faults import reach
 from tasks.write_target_shard import ShardResult
 
 MANIFEST = "manifest.json"
 WORK = ".reshard"
-RUN = "run.json"
 FAILURE = "failure.json"
 TOOL = "reshard 0.1.0"
 
@@ -119,7 +120,13 @@ class TargetFolder:
         return content if isinstance(content, dict) else {"plan_id": "unreadable"}
 
     def open(self, *, overwrite: bool) -> None:
-        """Make the folder ready to be written. From here on the old manifest no longer holds."""
+        """Make the folder ready to be written. From here on the old manifest no longer holds.
+
+        Whoever held the lease before is dead, and what it left half written only takes room. Should a worker of it live
+        on unseen, it publishes nothing of another plan: it looks into run.json first (`nodes.check_run`), and what it
+        was about to publish at that moment is removed behind run.json.
+        """
+        self.clean_up()
         for names in ((), ("temporary",), ("records",), ("plan.parquet",)):
             storage.make_directory(self._work(*names))
         if overwrite:
@@ -135,6 +142,30 @@ class TargetFolder:
         }
         storage.write_small(self._work(RUN), json.dumps(run, indent=1).encode())
         storage.delete(self._work(FAILURE))
+        self.clean_up()
+
+    def clean_up(self) -> None:
+        """Remove what killed attempts left half written. For the holder of the lease, while none of its nodes runs.
+
+        A failure is passed over: it costs room, nothing else.
+        """
+        with suppress(ReshardError, OSError):
+            for remove in self._leftovers():
+                remove()
+
+    def clean_up_if_free(self, tell: Callable[[str], None]) -> None:
+        """Do the same for a target that is done; where another run has the lease, it is that run's to do.
+
+        What was left of the lease itself is removed by taking it: a kill may come while it was given back.
+        """
+        with suppress(ReshardError, OSError):
+            if self._leftovers() or storage.leftovers(self._work("lease")):
+                with self.lease(tell):
+                    self.clean_up()
+
+    def _leftovers(self) -> list[Callable[[], None]]:
+        folders = [self.url, *(self._work(*names) for names in ((), ("temporary",), ("records",), ("plan.parquet",)))]
+        return [remove for folder in folders for remove in storage.leftovers(folder)]
 
     def _forget_other_plans(self) -> None:
         """Remove what earlier runs wrote, by their own account, and this one does not replace; the manifest first.
@@ -146,6 +177,7 @@ class TargetFolder:
         names = run.get("files")
         old = {*named_files(manifest), *(names if isinstance(names, list) else ())}
         storage.delete(storage.join(self.url, MANIFEST))
+        reach("old-manifest-removed", self.url)
         kept = {self._plan.file_name(mp, dp) for mp, dp in self._plan.ranks()}
         for name in sorted(str(name) for name in old - kept):
             if name == storage.basename(name) and storage.exists(storage.join(self.url, name)):

@@ -18,6 +18,7 @@ import pyarrow as pa
 from tasks.checksums import Range, Trail
 from tasks.compare import check_padding, compare_copies
 from tasks.errors import Problem, ReshardError
+from tasks.faults import reach
 from tasks.gather import SCRATCH_BYTES
 from tasks.plan import Copies, Copy, bytes_needed, plan_slice, source_copies, span_bytes
 from tasks.reader_pool import ReaderPool
@@ -62,6 +63,7 @@ def regroup_mp_slice(
         except ReshardError as fault:
             problems += fault.problems
     spans = span_bytes(table)
+    reach("slice-planned")
     return (
         SliceSummary(
             mp=mp,

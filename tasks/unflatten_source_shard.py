@@ -13,6 +13,7 @@ from typing import Any
 
 from tasks.checkpoint import ShardIndex
 from tasks.errors import ErrorKind, Problem, ReshardError
+from tasks.faults import reach
 from tasks.formats import metaseq_reader, metaseq_state_reader
 from tasks.formats.metaseq_state_reader import ReadRange
 from tasks.storage import FileIdentity, basename, open_reader
@@ -31,9 +32,11 @@ def unflatten_source_shard(identity: FileIdentity, mp: int, dp: int) -> ShardInd
                 return reader.read(offset_bytes, length_bytes)
 
             file = open_torch_file(read, identity.size_bytes, identity.url)
-            return replace(_index(identity, mp, dp, file, read), bytes_read=bytes_read)
+            index = replace(_index(identity, mp, dp, file, read), bytes_read=bytes_read)
     except ReshardError as fault:
         return ShardIndex(identity, mp, dp, problems=fault.problems)
+    reach("source-indexed", identity.url)
+    return index
 
 
 def _index(identity: FileIdentity, mp: int, dp: int, file: TorchFile, read: ReadRange) -> ShardIndex:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Self
@@ -20,6 +20,7 @@ from isal import isal_zlib
 
 from tasks.checksums import Range, Trail
 from tasks.errors import ErrorKind, ReshardError, error
+from tasks.faults import reach
 from tasks.formats.metaseq_state_reader import number_of
 from tasks.formats.metaseq_state_target import holds_optimizer
 from tasks.formats.metaseq_target import TargetObjects, make_objects, provider_rank
@@ -85,8 +86,13 @@ def write_target_shard(
     memory_bytes: int,
     durable: bool,
     table: pa.Table,
+    *,
+    before_commit: Callable[[], None] = lambda: None,
 ) -> ShardResult:
-    """Write the target file (mp, dp) to `url`. `table` is its part's plan, as `regroup_mp_slice` hands it on."""
+    """Write the target file (mp, dp) to `url`. `table` is its part's plan, as `regroup_mp_slice` hands it on.
+
+    `before_commit` may still forbid that the file appears, by raising.
+    """
     began, memory = time.monotonic(), PeakMemory()
     try:
         trail = Trail()
@@ -96,7 +102,9 @@ def write_target_shard(
                 url, layout.size_bytes, temporary_directory=temporary_directory, durable=durable
             ) as writer:
                 window = window_bytes(writer.window_bytes, buffered_bytes(url, layout.size_bytes), memory_bytes)
-                crc32 = _stream(layout, bodies, writer, Gatherer(readers), window)
+                crc32 = _stream(layout, bodies, writer, Gatherer(readers), window, url)
+                reach("file-written", url)
+                before_commit()
                 identity = writer.commit()
     except ReshardError as fault:
         raise _in_file(fault, url) from fault
@@ -176,7 +184,9 @@ def _planned_body(storage: StorageRef, rows: Rows | None) -> Body:
     return Body(storage.size_bytes, rows)
 
 
-def _stream(layout: ArchiveLayout, bodies: list[Body], writer: TargetWriter, gatherer: Gatherer, window: int) -> int:
+def _stream(
+    layout: ArchiveLayout, bodies: list[Body], writer: TargetWriter, gatherer: Gatherer, window: int, url: str
+) -> int:
     """Write the file in order; return the CRC32 of all of it."""
     size = min(window, max((body.size_bytes for body in bodies), default=0))
     buffers = itertools.cycle([np.empty(size, np.uint8), np.empty(size, np.uint8)])
@@ -197,6 +207,7 @@ def _stream(layout: ArchiveLayout, bodies: list[Body], writer: TargetWriter, gat
                 _fill(body, begin, view, gatherer)
                 crc = isal_zlib.crc32(view, crc)
                 behind.write(view.data)
+                reach("window-written", url)
             total = isal_zlib.crc32_combine(total, crc, body.size_bytes)
             crcs.append(crc)
             if number + 1 < len(bodies):

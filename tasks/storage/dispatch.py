@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+from collections.abc import Callable
 
 from tasks.errors import ErrorKind, ReshardError, error
 from tasks.storage import urls
@@ -93,6 +94,15 @@ def delete(url: str) -> None:
     """Delete a file or an empty local directory; a missing one is fine."""
     url = urls.normalise(url)
     _backend(url).delete(url)
+
+
+def leftovers(url: str) -> tuple[Callable[[], None], ...]:
+    """Find what writers that were killed left directly in a directory; calling one of them removes it.
+
+    Writers that are still at work cannot be told from dead ones: theirs fail when they commit, and publish nothing.
+    """
+    url = urls.normalise(url)
+    return _backend(url).leftovers(url)
 
 
 def make_directory(url: str) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Self
 
@@ -103,6 +103,10 @@ class GenericBackend:
         file_system, path = _find(url)
         with _lock, _explained(url, ErrorKind.TARGET), contextlib.suppress(FileNotFoundError):
             file_system.rmdir(path) if file_system.isdir(path) else file_system.rm_file(path)
+
+    def leftovers(self, url: str) -> tuple[Callable[[], None], ...]:
+        """Find nothing: files are published in one call, from a spool that is not in the target."""
+        return ()
 
     def make_directory(self, url: str) -> None:
         file_system, path = _find(url)

@@ -5,6 +5,7 @@ Three backends keep these promises: local.py (disks and NFS), s3.py, and generic
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -83,5 +84,7 @@ class Backend(Protocol):
     def create_only(self, url: str, data: bytes) -> bool: ...
 
     def delete(self, url: str) -> None: ...
+
+    def leftovers(self, url: str) -> tuple[Callable[[], None], ...]: ...
 
     def make_directory(self, url: str) -> None: ...

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import stat as stat_module
+from collections.abc import Callable
 
 from tasks.errors import ErrorKind, error
+from tasks.faults import reach
 from tasks.storage import local_writer, urls
 from tasks.storage.interface import FileIdentity, ListedFile
 from tasks.storage.local_errors import reading, writing
@@ -69,6 +72,7 @@ class LocalBackend:
                 finally:
                     os.close(descriptor)
                 created = _link(temporary, url)
+                reach("name-taken", url)
                 local_writer.sync_directory(directory)
             finally:
                 with contextlib.suppress(FileNotFoundError):
@@ -81,6 +85,12 @@ class LocalBackend:
                 os.rmdir(url)
             else:
                 os.unlink(url)
+
+    def leftovers(self, url: str) -> tuple[Callable[[], None], ...]:
+        if not self.exists(url):
+            return ()
+        names = [file.name for file in self.list_files(url) if local_writer.is_temporary(file.name)]
+        return tuple(functools.partial(self.delete, urls.join(url, name)) for name in names)
 
     def make_directory(self, url: str) -> None:
         with writing(url):

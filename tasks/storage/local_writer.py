@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import uuid
 from types import TracebackType
 from typing import Self
@@ -107,6 +108,11 @@ def open_temporary(directory: str, name: str) -> tuple[str, int]:
     """Create a file nobody else has, in this directory; return its path and descriptor."""
     path = urls.join(directory, f".{name[:_NAME_CHARACTERS]}.{uuid.uuid4().hex}.part")
     return path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+
+def is_temporary(name: str) -> bool:
+    """Tell whether a file was made by `open_temporary`."""
+    return re.fullmatch(r"\..*\.[0-9a-f]{32}\.part", name, re.DOTALL) is not None
 
 
 def write_all(descriptor: int, view: memoryview) -> None:

@@ -5,7 +5,8 @@ s3fs gives configuration, credentials and connections; the requests are ours.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import functools
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from tasks.errors import ErrorKind, ReshardError
@@ -56,6 +57,9 @@ class S3Backend:
         bucket, key = s3_client.split(url)
         s3_client.run(s3_client.call, "delete_object", url, ErrorKind.TARGET, Bucket=bucket, Key=key)
 
+    def leftovers(self, url: str) -> tuple[Callable[[], None], ...]:
+        return s3_client.run(_uploads, url)
+
     def make_directory(self, url: str) -> None:
         """Do nothing: a prefix is there with its first object."""
 
@@ -75,6 +79,30 @@ async def _pages(url: str, **arguments: Any) -> AsyncIterator[dict[str, Any]]:
         if not page.get("IsTruncated"):
             return
         arguments["ContinuationToken"] = page["NextContinuationToken"]
+
+
+async def _uploads(url: str) -> tuple[Callable[[], None], ...]:
+    """Find the uploads to keys directly below a prefix that nobody has ended."""
+    bucket, key = s3_client.split(url)
+    prefix = f"{key}/" if key else ""
+    place = {"Bucket": bucket, "Prefix": prefix, "Delimiter": "/"}
+    found: list[Callable[[], None]] = []
+    more: dict[str, str] = {}
+    while True:
+        page = await s3_client.call("list_multipart_uploads", url, ErrorKind.TARGET, **place, **more)
+        found += [
+            functools.partial(_abort, f"{url}/{each['Key'][len(prefix) :]}", str(each["UploadId"]))
+            for each in page.get("Uploads", ())
+        ]
+        if not page.get("IsTruncated") or "NextKeyMarker" not in page:
+            return tuple(found)
+        more = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page.get("NextUploadIdMarker", "")}
+
+
+def _abort(url: str, upload_id: str) -> None:
+    bucket, key = s3_client.split(url)
+    arguments = {"Bucket": bucket, "Key": key, "UploadId": upload_id}
+    s3_client.run(s3_client.call, "abort_multipart_upload", url, ErrorKind.TARGET, **arguments)
 
 
 async def _is_prefix(url: str) -> bool:

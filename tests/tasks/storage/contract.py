@@ -28,6 +28,9 @@ class StorageContract:
     large_bytes = 20_000_001
     "more than one window of every backend, and no multiple of anything"
 
+    num_leftovers = 1
+    "that one killed writer leaves where others see it"
+
     @pytest.fixture
     def root(self) -> str:
         raise NotImplementedError
@@ -55,6 +58,26 @@ class StorageContract:
             assert buffer == data
             assert reader.read(17_000_000, 1_234_567) == data[17_000_000:18_234_567]
             assert reader.read(len(data), 0) == b""
+
+    def test_what_a_killed_writer_left_can_be_found_and_removed(self, root: str, temporary: str) -> None:
+        assert storage.leftovers(storage.join(root, "missing")) == ()
+        self.put(storage.join(root, "other.pt"), b"there")
+        writer = storage.open_writer(storage.join(root, "large.pt"), self.large_bytes, temporary_directory=root)
+        writer.write(bytes(self.large_bytes))
+        names = {file.name for file in storage.list_files(root)} - {"other.pt"}
+        found = storage.leftovers(root)
+        assert len(found) == self.num_leftovers
+        for remove in found:
+            remove()
+        assert storage.leftovers(root) == ()
+        assert {file.name for file in storage.list_files(root)} == {"other.pt"}
+        if self.num_leftovers:
+            # The writer was not dead after all. Now it must not publish.
+            with pytest.raises((ReshardError, storage.TransientStorageError)):
+                writer.commit()
+        writer.abort()
+        assert len(names) <= 1
+        assert not storage.exists(storage.join(root, "large.pt"))
 
     def test_writes_of_whole_windows_are_exact(self, root: str, temporary: str) -> None:
         url = storage.join(root, "windows.pt")

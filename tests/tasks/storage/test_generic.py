@@ -16,6 +16,8 @@ from tests.tasks.storage.contract import StorageContract, problem
 
 
 class TestMemory(StorageContract):
+    num_leftovers = 0
+
     @pytest.fixture
     def root(self) -> Iterator[str]:
         root = f"memory://{uuid.uuid4().hex}"
