@@ -229,7 +229,7 @@ def test_windows_and_scratch_of_any_size_give_the_same_bytes(
                         plan.source, plan.target, mp, dp, str(path), rows_of_file(table, dp), readers
                     )
                     writer = MemoryWriter()
-                    _stream(layout, bodies, writer, Gatherer(readers, scratch), window)
+                    _stream(layout, bodies, writer, Gatherer(readers, scratch), window, str(path))
                 assert writer.written == path.read_bytes()
 
 
