@@ -32,6 +32,11 @@ def discover(source: str, checkpoint: str = "") -> Found:
     listed = _list(url)
     if listed is not None:
         return find_checkpoint(listed, where=source, wanted=checkpoint, aliases=_aliases(listed))
+    if storage.exists(url):
+        hint = "pass a *.pt file, or the folder of a checkpoint"
+        raise error(
+            ErrorKind.SOURCE, "no-checkpoint", f"{source} is no checkpoint: its name does not end in .pt", hint=hint
+        )
     # metaseq names checkpoints by a file that is not there: x.pt for x-model_part-0.pt (`constants.py`).
     siblings = _list(storage.parent(url))
     names = {parsed.prefix for file in siblings or () if (parsed := parse(file.name))}

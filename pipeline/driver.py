@@ -63,7 +63,8 @@ def run(request: Request) -> Mapping[str, Any]:
     stop = threading.Event()
     with _stopping(stop), _session(request.address) as session:
         _listen(stop)  # again: Ray has replaced the handler
-        raise_if(nodes.capacity_problems(check_capacity(resources, session.nodes())))
+        # All kinds ask the same, so one message says it.
+        raise_if(nodes.capacity_problems(check_capacity(resources, session.nodes())[:1]))
         workers = sum(session.num_workers(each) for each in set(resources.values()))
         with Execution(
             nodes.FUNCTIONS,
@@ -201,8 +202,11 @@ def _dry_run(request: Request, found: Found, began: float) -> Mapping[str, Any]:
         range(plan.target.options.mesh.mp),
     )
     raise_if(problem for summary in summaries for problem in summary.problems)
-    result = _result(plan, request.target, summaries, [], {"plan_seconds": round(time.monotonic() - began, 3)})
-    return {**result, "dry_run": True}
+    folder = TargetFolder(request.target, plan)
+    done = folder.committed(overwrite=request.overwrite) is not None
+    times = {"plan_seconds": round(time.monotonic() - began, 3)}
+    result = _result(plan, folder.url, summaries, [], times, already_done=done)
+    return {**result, "dry_run": True, "bytes_to_write": plan.bytes_to_write()}
 
 
 def _in_threads(function: Callable[[int], SliceSummary], items: Sequence[int]) -> list[SliceSummary]:
@@ -231,7 +235,7 @@ def _result(
             "layout": "flat" if plan.source.flat else "unflat",
             "files": len(plan.source.files),
             "bytes": sum(identity.size_bytes for identity in plan.source.files),
-            "tensors": len(plan.source.tensors),
+            "tensors": len(plan.target_tensors()),
         },
         "layout": {"mp": options.mesh.mp, "dp": options.mesh.dp, "layout": "flat" if options.flat else "unflat"},
         "files": [plan.file_name(mp, dp) for mp, dp in plan.ranks()],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from tasks.families.opt import OPT
 from tasks.formats.metaseq_files import Found
 from tasks.formats.metaseq_source import build_source
 from tasks.formats.metaseq_state_source import add_state
+from tasks.layout import GlobalTensor
 from tasks.source import Source
 from tasks.target_checks import possible_parts
 
@@ -85,9 +87,9 @@ def _describe(source: str, found: Found, indexes: Sequence[ShardIndex]) -> dict[
 
 
 def _describe_model(source: Source) -> dict[str, Any]:
-    tensors = source.tensors.values()
+    tensors = _as_in_files(source)
     repeats = {repeated for _, repeated in source.ties}
-    elements = [_elements(tensor.shape) for tensor in tensors if tensor.name not in repeats]
+    elements = [math.prod(tensor.shape) for tensor in tensors if tensor.name not in repeats]
     fused = any(name in source.entries for name in map(OPT.fused_name, source.tensors) if name)
     return {
         "layout": "flat" if source.flat else "unflat",
@@ -98,15 +100,22 @@ def _describe_model(source: Source) -> dict[str, Any]:
         "parameters": sum(elements),
         "tied": [list(pair) for pair in source.ties],
         "possible_mp": possible_parts(source),
+        "heads_known": source.config is not None and source.config.heads is not None,
         "tensors": [{"name": t.name, "shape": list(t.shape), "dtype": t.dtype} for t in tensors],
     }
 
 
-def _elements(shape: tuple[int, ...]) -> int:
-    total = 1
-    for length in shape:
-        total *= length
-    return total
+def _as_in_files(source: Source) -> list[GlobalTensor]:
+    """List the whole tensors under the names that an unflat file has: fused ones as one, tied ones twice."""
+    found = {}
+    for name in source.entries:
+        members = source.family.members(name)
+        first = source.tensors[members[0]]
+        shape = (first.shape[0] * len(members), *first.shape[1:]) if first.shape else first.shape
+        found[name] = GlobalTensor(name, shape, first.dtype, first.is_buffer)
+    for name, repeated in source.ties:
+        found.setdefault(repeated, GlobalTensor(repeated, found[name].shape, found[name].dtype))
+    return list(found.values())
 
 
 def in_words(what: Mapping[str, Any]) -> str:
@@ -124,7 +133,8 @@ def in_words(what: Mapping[str, Any]) -> str:
             f"  layout         {what['layout']}{units} ({metadata}{inferred}), qkv {what['qkv']}",
             f"  tensors        {len(what['tensors'])}, {what['parameters']:,} parameters; {dtypes}",
             f"  tied           {', '.join(' = '.join(pair) for pair in what['tied']) or 'nothing'}",
-            f"  possible --mp  {', '.join(map(str, what['possible_mp']))}",
+            f"  possible --mp  {', '.join(map(str, what['possible_mp']))}"
+            + ("" if what["heads_known"] else " (how many attention heads there are is not known)"),
         ]
     if what["config"]:
         lines.append("  cfg            " + ", ".join(f"{key} {value}" for key, value in what["config"].items()))

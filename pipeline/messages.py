@@ -53,7 +53,6 @@ class CommandParser(argparse.ArgumentParser):
         return self.parse_args(self._words)
 
     def error(self, message: str) -> NoReturn:
-        self.print_usage(sys.stderr)
         problem = Problem(ErrorKind.USAGE, "usage", message, hint=f"{self.prog} --help")
         sys.exit(_failed([problem], int(ErrorKind.USAGE), "--json" in self._words))
 

@@ -21,7 +21,7 @@ from tasks.formats.metaseq_state_source import add_state
 from tasks.formats.metaseq_target import dropped_state
 from tasks.layout import Mesh
 from tasks.source import Source
-from tasks.target import Target, TargetOptions, plan_target
+from tasks.target import Target, TargetOptions, plan_target, target_slice
 from tasks.torchfile.dtypes import ITEM_SIZE_BYTES
 from tasks.unflatten_source_shard import unflatten_source_shard
 from tasks.write_target_shard import projected_memory_bytes
@@ -50,6 +50,25 @@ class Plan:
     def file_name(self, mp: int, dp: int) -> str:
         options = self.target.options
         return target_name(options.prefix, mp=mp, dp=dp, num_mp=options.mesh.mp, flat=options.flat)
+
+    def target_tensors(self) -> list[tuple[str, tuple[int, ...], str]]:
+        """List (name, shape of the whole, dtype) of the target's weights under the names that an unflat file has."""
+        entries = [entry for slot in self.target.slots if not slot.state for entry in slot.entries]
+        listed = {}
+        for entry in entries:
+            shape = self.source.tensors[entry.members[0]].shape
+            whole = (shape[0] * len(entry.members), *shape[1:]) if shape else shape
+            listed[entry.name] = (entry.name, whole, self.target.dtypes[entry.members[0]])
+        for name, repeated in self.target.ties:
+            listed[repeated] = (repeated, *listed[name][1:])
+        return sorted(listed.values(), key=lambda item: self.source.family.order(item[0]))
+
+    def bytes_to_write(self) -> int:
+        """Estimate the size of all target files: their storages, without what stands around them."""
+        mesh = self.target.options.mesh
+        layout, _ = target_slice(self.source, self.target, 0)
+        part = sum(s.chunk * len(s.files) * ITEM_SIZE_BYTES[s.dtype] for s in layout.streams)
+        return part * mesh.mp
 
     def ranks(self) -> list[tuple[int, int]]:
         mesh = self.target.options.mesh

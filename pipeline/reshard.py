@@ -35,9 +35,9 @@ def describe(result: Mapping[str, Any]) -> str:
         waste = result["span_bytes"] / max(result["bytes_needed"], 1)
         lines += [
             f"would read {size(result['span_bytes'])} for {size(result['bytes_needed'])} of tensors ({waste:.2f} x) "
-            f"in about {result['planned_requests']} requests; {result['segments']} segments; "
+            f"in about {result['planned_requests']} requests, and write about {size(result['bytes_to_write'])}; "
             f"planned in {result['plan_seconds']:.1f} s",
-            "nothing was written",
+            "this very target is there already" if result["already_done"] else "nothing was written",
         ]
     elif result["already_done"]:
         lines.append("this very target was there already: nothing was written")

@@ -19,7 +19,7 @@ _WATCHED_SECONDS = 8.0
 
 
 def status(target: str) -> dict[str, Any]:
-    """Describe what is in a target: 'done', 'running', 'stopped' or 'nothing'. Raises where it is no target at all."""
+    """Describe what is in a target: 'done', 'damaged', 'running' or 'stopped'. Raises where it is no target."""
     url = storage.normalise(target)
     manifest = _read(storage.join(url, MANIFEST))
     run = _read(storage.join(url, WORK, RUN))
@@ -31,7 +31,7 @@ def status(target: str) -> dict[str, Any]:
             hint="pass the TARGET of python -m pipeline.reshard",
         )
     files = list(named_files(manifest)) if manifest else list((run or {}).get("files", ()))
-    finished = _recorded(url, files, run) if manifest is None else files
+    finished = _recorded(url, files, run) if manifest is None else _whole(url, named_files(manifest))
     lease = latest_lease(storage.join(url, WORK, "lease"))
     alive = manifest is None and lease is not None
     alive = alive and is_alive(storage.join(url, WORK, "lease"), lease or {}, _WATCHED_SECONDS)
@@ -39,7 +39,7 @@ def status(target: str) -> dict[str, Any]:
     return {
         "exit_code": 0,
         "target": url,
-        "state": "done" if manifest else "running" if alive else "stopped",
+        "state": _state(manifest is not None, alive, len(finished) == len(files)),
         "plan_id": (manifest or run or {}).get("plan_id"),
         "files": len(files),
         "finished": len(finished),
@@ -47,6 +47,18 @@ def status(target: str) -> dict[str, Any]:
         "holder": describe(lease["holder"]) if alive and lease else "",
         "failure": (failure or {}).get("error", ""),
     }
+
+
+def _state(committed: bool, alive: bool, whole: bool) -> str:
+    if committed:
+        return "done" if whole else "damaged"
+    return "running" if alive else "stopped"
+
+
+def _whole(url: str, sizes: Mapping[str, int]) -> list[str]:
+    """Name the files that are there in the size that the manifest states."""
+    there = {file.name: file.size_bytes for file in storage.list_files(url)}
+    return [name for name, size_bytes in sizes.items() if there.get(name) == size_bytes]
 
 
 def _recorded(url: str, files: Sequence[str], run: Mapping[str, Any] | None) -> list[str]:
@@ -79,8 +91,9 @@ def in_words(what: Mapping[str, Any]) -> str:
         lines.append(f"  in work by {what['holder']}")
     if what["failure"]:
         lines += ["  what ended it:", *(f"    {line}" for line in what["failure"].splitlines())]
-    if what["state"] == "stopped":
-        lines.append(f"  the same command again would write {len(what['to_do'])} files, and check the others:")
+    if what["state"] in ("stopped", "damaged"):
+        again = "the same command with --overwrite" if what["state"] == "damaged" else "the same command again"
+        lines.append(f"  {again} would write {len(what['to_do'])} files, and check the others:")
         lines += [f"    {name}" for name in what["to_do"][:10]]
         if len(what["to_do"]) > 10:
             lines.append(f"    and {len(what['to_do']) - 10} more")

@@ -20,6 +20,7 @@ from tasks import storage
 from tasks.errors import ErrorKind, Problem, ReshardError, error, raise_if
 from tasks.family import some
 from tasks.faults import reach
+from tasks.formats.metaseq_names import parse
 from tasks.write_target_shard import ShardResult
 
 MANIFEST = "manifest.json"
@@ -51,17 +52,18 @@ class TargetFolder:
         """
         self._check_folder()
         self._check_apart()
-        if overwrite:
-            return None  # the bytes of what is there are held against their records, file by file
         manifest = self._read(storage.join(self.url, MANIFEST))
+        if overwrite:
+            self._check_strangers(manifest)
+            return None  # the bytes of what is there are held against their records, file by file
         if manifest is not None and manifest.get("plan_id") == self._plan.plan_id:
             raise_if(self._damaged_files(manifest))
             return manifest
         if manifest is not None:
-            raise self._refusal("holds the result of another plan", f"plan {manifest.get('plan_id')}")
+            raise self._refusal("holds the result of another plan", *self._differences(manifest))
         run = self._read(self._work(RUN))
         if run is not None and run.get("plan_id") != self._plan.plan_id:
-            raise self._refusal("holds an unfinished run of another plan", f"plan {run.get('plan_id')}")
+            raise self._refusal("holds an unfinished run of another plan", *self._differences(run))
         foreign = [] if run is not None else self._files(self.url)
         if foreign:
             raise self._refusal("is not empty", f"files: {some(foreign)}")
@@ -88,17 +90,66 @@ class TargetFolder:
             url = storage.join(self.url, name)
             actual = storage.stat(url).size_bytes if storage.exists(url) else None
             if actual != size_bytes:
-                problems.append(_damaged(url, f"declared: {size_bytes} bytes; actual: {actual}"))
+                found = "missing" if actual is None else f"{actual} bytes"
+                problems.append(_damaged(url, f"declared: {size_bytes} bytes; actual: {found}"))
         if len(named_files(manifest)) != len(self._plan.ranks()):
             problems.append(_damaged(storage.join(self.url, MANIFEST), "it does not name the files of its plan"))
         return problems
 
-    def _refusal(self, what: str, fact: str) -> ReshardError:
+    def _check_strangers(self, manifest: Mapping[str, Any] | None) -> None:
+        """Refuse a folder with files of others that would be taken for shards of the target."""
+        run = self._read(self._work(RUN)) or {}
+        known = {self._plan.file_name(mp, dp) for mp, dp in self._plan.ranks()}
+        known |= {*named_files(manifest or {}), *(run["files"] if isinstance(run.get("files"), list) else ())}
+        prefix = self._plan.target.options.prefix
+        strangers = [
+            name
+            for name in self._files(self.url)
+            if name not in known and (parsed := parse(name)) is not None and parsed.prefix == prefix
+        ]
+        if strangers:
+            raise error(
+                ErrorKind.TARGET,
+                "strange-files",
+                f"{self.url} holds files that no run of this tool wrote and that would be taken for shards of {prefix}",
+                context=(f"files: {some(strangers)}",),
+                hint="move them away, or choose another folder or --prefix; they are not replaced",
+            )
+
+    def _differences(self, other: Mapping[str, Any]) -> list[str]:
+        """Say what another plan wanted otherwise, as far as its manifest or its run tells."""
+        facts = []
+        if (there := other.get("target")) and there != self._described():
+            facts.append(f"there: {_in_words(there)}; asked for: {_in_words(self._described())}")
+        source = other.get("source")
+        files = source.get("files") if isinstance(source, dict) else None
+        before = {file.get("url"): file for file in files or () if isinstance(file, dict)}
+        now = {identity.url: asdict(identity) for identity in self._plan.source.files}
+        if before and before.keys() != now.keys():
+            facts.append("the source is of other files")
+        elif changed := [url for url, identity in now.items() if before and before[url] != identity]:
+            facts.append(f"source files have changed since: {some(changed, 3)}")
+        return facts or ["options differ that change the bytes"]
+
+    def _described(self) -> dict[str, Any]:
+        options = self._plan.target.options
+        return {
+            "format": "metaseq",
+            "prefix": options.prefix,
+            "mp": options.mesh.mp,
+            "dp": options.mesh.dp,
+            "layout": "flat" if options.flat else "unflat",
+            "dtype": options.dtype or "keep",
+            "qkv": str(options.projection),
+            "state": "keep" if options.keep_state else "drop",
+        }
+
+    def _refusal(self, what: str, *facts: str) -> ReshardError:
         return error(
             ErrorKind.TARGET,
             "target-in-use",
             f"{self.url} {what}",
-            context=(f"this run's plan: {self._plan.plan_id}; there: {fact}",),
+            context=facts,
             hint="choose another target, or pass --overwrite to replace what is there",
         )
 
@@ -137,7 +188,8 @@ class TargetFolder:
             "process": os.getpid(),
             "user": _user(),
             "started_seconds": time.time(),
-            "source": [identity.url for identity in self._plan.source.files],
+            "source": {"files": [asdict(identity) for identity in self._plan.source.files]},
+            "target": self._described(),
             "files": [self._plan.file_name(mp, dp) for mp, dp in self._plan.ranks()],
         }
         storage.write_small(self._work(RUN), json.dumps(run, indent=1).encode())
@@ -214,7 +266,6 @@ class TargetFolder:
 
     def _manifest(self, results: Sequence[ShardResult]) -> dict[str, Any]:
         plan = self._plan
-        options = plan.target.options
         return {
             "plan_id": plan.plan_id,
             "tool": TOOL,
@@ -226,26 +277,23 @@ class TargetFolder:
                 "layout": "flat" if plan.source.flat else "unflat",
                 "files": [asdict(identity) for identity in plan.source.files],
             },
-            "target": {
-                "format": "metaseq",
-                "prefix": options.prefix,
-                "mp": options.mesh.mp,
-                "dp": options.mesh.dp,
-                "layout": "flat" if options.flat else "unflat",
-                "dtype": options.dtype or "keep",
-                "qkv": str(options.projection),
-            },
+            "target": self._described(),
             "files": [
                 {"name": storage.basename(result.url), "size_bytes": result.size_bytes, "crc32": f"{result.crc32:08x}"}
                 for result in results
             ],
             "tensors": [
-                {"name": tensor.name, "shape": list(tensor.shape), "dtype": plan.target.dtypes[tensor.name]}
-                for tensor in plan.source.tensors.values()
+                {"name": name, "shape": list(shape), "dtype": dtype} for name, shape, dtype in plan.target_tensors()
             ],
             "dropped": list(plan.dropped),
             "notes": list(plan.notes),
         }
+
+
+def _in_words(described: object) -> str:
+    if not isinstance(described, dict):
+        return "nothing known"
+    return ", ".join(f"{key} {value}" for key, value in described.items() if key != "format")
 
 
 def named_files(manifest: Mapping[str, Any]) -> dict[str, int]:

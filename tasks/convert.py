@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 Bytes = npt.NDArray[np.uint8]
 
 
+def load_libraries() -> None:
+    """Import what conversions need."""
+    import torch  # noqa: F401
+
+
 def convert(
     source: Bytes, source_dtype: str, target: Bytes, target_dtype: str, factor: float = 1.0, *, exact: bool = True
 ) -> None:

@@ -138,7 +138,7 @@ class Family:
                     ErrorKind.PLAN,
                     "unmatched-tensors",
                     f"{len(unmatched)} tensors match no rule of the family {self.name}: {some(unmatched)}",
-                    hint="a rule for them is needed: nothing is dropped or guessed",
+                    hint="names are those of metaseq, as in decoder.layers.0.fc1.weight: rename them in the source",
                 )
             )
         if doubly := sorted(name for name, rules in found.items() if len(rules) > 1):

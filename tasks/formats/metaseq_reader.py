@@ -74,7 +74,7 @@ def model_of(root: object, label: str) -> tuple[Mapping[str, Any], bool] | Probl
         "not-a-checkpoint",
         f"{label} holds no model",
         (f"expected: a dict with 'model', or a dict of tensors; {found}",),
-        "choose the files of the checkpoint with --checkpoint, or take this file away",
+        "pass a checkpoint: a file with 'model' in it, or the files of one with --checkpoint",
     )
 
 

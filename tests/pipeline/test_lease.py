@@ -208,3 +208,35 @@ def test_prefixes_that_would_not_be_found_again_are_refused(prefix: str, tmp_pat
         reshard_here(SOURCE, tmp_path / "out", mp=1, dp=1, flat=False, prefix=prefix)
     assert caught.value.exit_code == 2
     assert not (tmp_path / "out").exists()
+
+
+def test_strange_shards_in_the_folder_are_named_and_never_replaced(tmp_path: Path) -> None:
+    stranger = tmp_path / "checkpoint_last-model_part-0-shard7.pt"
+    stranger.write_bytes(b"precious")
+    with pytest.raises(ReshardError, match="shard7") as caught:
+        reshard_here(SOURCE, tmp_path, mp=2, dp=2, flat=True, overwrite=True)
+    assert caught.value.exit_code == 7
+    assert stranger.read_bytes() == b"precious"
+    reshard_here(SOURCE, tmp_path, mp=2, dp=2, flat=True, overwrite=True, prefix="another")
+
+
+def test_a_refusal_says_what_is_different(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(SOURCE, source)
+    reshard_here(source, tmp_path / "out", mp=2, dp=2, flat=True)
+    with pytest.raises(ReshardError, match=r"there: .*dp 2.*asked for: .*dp 3"):
+        reshard_here(source, tmp_path / "out", mp=2, dp=3, flat=True)
+    victim = source / "checkpoint_last-model_part-1-shard0.pt"
+    os.utime(victim, ns=(1, 1))
+    with pytest.raises(ReshardError, match=r"have changed since: .*model_part-1-shard0"):
+        reshard_here(source, tmp_path / "out", mp=2, dp=2, flat=True)
+
+
+def test_a_target_that_lost_a_file_is_damaged(tmp_path: Path) -> None:
+    reshard_here(SOURCE, tmp_path, mp=2, dp=2, flat=True)
+    sorted(tmp_path.glob("*.pt"))[0].unlink()
+    told = status(str(tmp_path))
+    assert (told["state"], told["finished"], len(told["to_do"])) == ("damaged", 3, 1)
+    assert "--overwrite" in in_words(told)
+    with pytest.raises(ReshardError, match="actual: missing"):
+        reshard_here(SOURCE, tmp_path, mp=2, dp=2, flat=True)

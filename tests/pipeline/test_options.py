@@ -51,7 +51,7 @@ def test_wrong_words_end_with_2(words: list[str], capsys: pytest.CaptureFixture[
         parse_request(words)
     assert caught.value.code == 2
     told = capsys.readouterr()
-    assert "usage:" in told.err
+    assert "error[usage]" in told.err
     assert "next: python -m pipeline.reshard --help" in told.err
     assert told.out == ""
 
