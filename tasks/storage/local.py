@@ -123,7 +123,14 @@ def _link(temporary: str, url: str) -> bool:
         os.link(temporary, url)
     except FileExistsError:
         # NFS can repeat a link whose answer was lost: then the name is there and it is ours.
-        return os.path.samefile(temporary, url)
+        with contextlib.suppress(FileNotFoundError):
+            return os.path.samefile(temporary, url)
+        return False
+    except FileNotFoundError:
+        # Whoever took the name first may have cleaned up behind the others already.
+        if os.path.exists(url):
+            return False
+        raise
     except OSError as cause:
         if cause.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
             raise

@@ -1,13 +1,13 @@
 """A program: runs on a cluster of machines of which one dies while a worker there is in the middle of a file.
 
-First a whole machine, then a raylet alone: its workers, whom Ray believes dead, live on and write. Prints JSON.
+First a whole machine dies, then another falls silent: its workers, whom Ray believes dead, live on and write.
+Prints JSON.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import threading
 import time
@@ -30,16 +30,18 @@ _DECLARED_DEAD_SECONDS = 3.0
 
 
 class Death(threading.Thread):
-    """Waits until a worker pauses in the middle of a file, and kills its machine, or the machine's raylet alone.
+    """Waits until a worker pauses in the middle of a file, and kills its machine, or stops the machine's raylet alone.
+
+    A raylet that is stopped, not killed, answers nothing and closes nothing: with a killed one, workers may end too.
 
     Ray tells the driver that a node is dead, but not that its tasks are, as long as their worker answers: so a zombie
     is let go while the run waits for it.
     """
 
-    def __init__(self, faults: Path, *, raylet_only: bool) -> None:
+    def __init__(self, faults: Path, *, silent_only: bool) -> None:
         super().__init__(name="death")
         self._happened = faults / "window-written:happened"
-        self._raylet_only = raylet_only
+        self._silent_only = silent_only
         self._woken_seconds = 0.0
 
     def run(self) -> None:
@@ -48,25 +50,31 @@ class Death(threading.Thread):
             time.sleep(0.01)
         worker = psutil.Process(int(self._happened.read_text()))
         raylet = worker.parent()
-        if self._raylet_only:
-            os.kill(raylet.pid, signal.SIGKILL)
+        if self._silent_only:
+            raylet.suspend()
             time.sleep(_DECLARED_DEAD_SECONDS)
         else:
             kill_machine(raylet.pid)
-        self._woken_seconds = time.time() if worker.is_running() else 0.0
+        if worker.is_running():
+            # The files' clock, which is coarser than the system's.
+            self._happened.touch()
+            self._woken_seconds = self._happened.stat().st_mtime
         self._happened.unlink()
 
     def zombie_wrote(self, target: str) -> bool:
-        """Tell whether a worker was alive after its machine was dead for Ray, so that it went on with its file."""
+        """Tell whether a worker was alive after its machine was dead for Ray, so that it went on with its file.
+
+        It may only have had to rename the file, which changes st_ctime alone.
+        """
         return bool(self._woken_seconds) and any(
-            path.stat().st_mtime >= self._woken_seconds for path in Path(target).glob("*.pt")
+            path.stat().st_ctime >= self._woken_seconds for path in Path(target).glob("*.pt")
         )
 
 
-def one_run(faults: Path, target: str, *, raylet_only: bool) -> dict[str, object]:
+def one_run(faults: Path, target: str, *, silent_only: bool) -> dict[str, object]:
     """Reshard while a machine dies."""
     (faults / "window-written:pause:30").touch()
-    death = Death(faults, raylet_only=raylet_only)
+    death = Death(faults, silent_only=silent_only)
     death.start()
     began = time.monotonic()
     result = run(Request(str(SOURCE), target, **OPTIONS))
@@ -88,9 +96,9 @@ def main(scratch: str) -> None:
     told: dict[str, object] = {}
     try:
         with ray_session(ray_cluster.address):
-            told["machine"] = one_run(faults, str(Path(scratch, "machine")), raylet_only=False)
+            told["machine"] = one_run(faults, str(Path(scratch, "machine")), silent_only=False)
             ray_cluster.add_node(**machine)
-            told["raylet"] = one_run(faults, str(Path(scratch, "raylet")), raylet_only=True)
+            told["silent"] = one_run(faults, str(Path(scratch, "silent")), silent_only=True)
     finally:
         ray_cluster.shutdown()
     sys.stdout.write("\n" + json.dumps(told) + "\n")

@@ -138,6 +138,19 @@ class TestLocal(StorageContract):
         assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_a_rival_that_took_the_name_and_cleaned_up_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, link = tmp_path / "lease.json", os.link
+
+    def link_late(source: str, target: str) -> None:
+        url.write_bytes(b"theirs")
+        os.unlink(source)
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", link_late)
+    assert storage.create_only(str(url), b"ours") is False
+    assert url.read_bytes() == b"theirs"
+
+
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(pieces=st.lists(st.binary(max_size=2000), max_size=8), cuts=st.lists(st.floats(0, 1), min_size=2, max_size=2))
 def test_any_pieces_and_any_range_are_exact(tmp_path: Path, pieces: list[bytes], cuts: list[float]) -> None:
