@@ -23,11 +23,12 @@ from tasks.storage.interface import FileIdentity, ListedFile
 from tasks.storage.problems import (
     TransientStorageError,
     check_range,
+    check_room,
+    check_whole,
     no_such_directory,
     no_such_file,
     short_read,
     source_changed,
-    wrong_length,
 )
 
 _WINDOW_BYTES = 8 << 20
@@ -187,15 +188,13 @@ class GenericWriter:
 
     def write(self, buffer: memoryview | bytes) -> None:
         view = memoryview(buffer).cast("B")
-        if self._written_bytes + len(view) > self._size_bytes:
-            raise wrong_length(self._url, self._size_bytes, f"at least {self._written_bytes + len(view)} bytes")
+        check_room(self._url, self._size_bytes, self._written_bytes, len(view))
         with _explained(self._url, ErrorKind.TASK):
             self._spool.write(view)
         self._written_bytes += len(view)
 
     def commit(self) -> FileIdentity:
-        if self._written_bytes != self._size_bytes:
-            raise wrong_length(self._url, self._size_bytes, f"{self._written_bytes} bytes")
+        check_whole(self._url, self._size_bytes, self._written_bytes)
         file_system, path = _find(self._url)
         with _lock, _explained(self._url, ErrorKind.TARGET):
             self._spool.flush()

@@ -18,7 +18,7 @@ from tasks.storage import urls
 from tasks.storage.interface import FileIdentity
 from tasks.storage.local_errors import writing
 from tasks.storage.local_reader import identity_of
-from tasks.storage.problems import wrong_length
+from tasks.storage.problems import check_room, check_whole
 
 # Larger windows give no more speed on local disks or NFS (whose wsize is 1 MiB at most), smaller ones cost calls.
 _WINDOW_BYTES = 4 << 20
@@ -48,8 +48,7 @@ class LocalWriter:
 
     def write(self, buffer: memoryview | bytes) -> None:
         view = memoryview(buffer).cast("B")
-        if self._written_bytes + len(view) > self._size_bytes:
-            raise wrong_length(self._url, self._size_bytes, f"at least {self._written_bytes + len(view)} bytes")
+        check_room(self._url, self._size_bytes, self._written_bytes, len(view))
         with writing(self._url):
             write_all(self._descriptor, view)
         self._written_bytes += len(view)
@@ -57,8 +56,7 @@ class LocalWriter:
             self._begin_writeback()
 
     def commit(self) -> FileIdentity:
-        if self._written_bytes != self._size_bytes:
-            raise wrong_length(self._url, self._size_bytes, f"{self._written_bytes} bytes")
+        check_whole(self._url, self._size_bytes, self._written_bytes)
         with writing(self._url):
             if self._durable:
                 os.fsync(self._descriptor)

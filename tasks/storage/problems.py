@@ -46,7 +46,19 @@ def check_range(identity: FileIdentity, offset_bytes: int, length_bytes: int) ->
         raise short_read(identity, offset_bytes, length_bytes, "the range ends after the end of the file")
 
 
-def wrong_length(url: str, declared_bytes: int, actual: str) -> ReshardError:
+def check_room(url: str, size_bytes: int, written_bytes: int, more_bytes: int) -> None:
+    """Raise if more would be written than the file was opened for."""
+    if written_bytes + more_bytes > size_bytes:
+        raise _wrong_length(url, size_bytes, f"at least {written_bytes + more_bytes} bytes")
+
+
+def check_whole(url: str, size_bytes: int, written_bytes: int) -> None:
+    """Raise if less was written than the file was opened for, before it is published."""
+    if written_bytes != size_bytes:
+        raise _wrong_length(url, size_bytes, f"{written_bytes} bytes")
+
+
+def _wrong_length(url: str, declared_bytes: int, actual: str) -> ReshardError:
     return error(
         ErrorKind.TASK,
         "wrong-length",

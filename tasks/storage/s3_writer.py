@@ -22,7 +22,7 @@ from typing import Any, Self
 from tasks.errors import ErrorKind, ReshardError
 from tasks.storage import s3_client, s3_errors
 from tasks.storage.interface import FileIdentity
-from tasks.storage.problems import TransientStorageError, wrong_length
+from tasks.storage.problems import TransientStorageError, check_room, check_whole
 
 _MIB = 1 << 20
 # Parts of 8 MiB keep four buffers small. S3 takes 10,000 parts; staying below leaves room for stores that count
@@ -76,8 +76,7 @@ class S3Writer:
 
     def write(self, buffer: memoryview | bytes) -> None:
         view = memoryview(buffer).cast("B")
-        if self._written_bytes + len(view) > self._size_bytes:
-            raise wrong_length(self._url, self._size_bytes, f"at least {self._written_bytes + len(view)} bytes")
+        check_room(self._url, self._size_bytes, self._written_bytes, len(view))
         self._written_bytes += len(view)
         while view:
             count = self._window.write(view[: self.window_bytes - self._window.tell()])
@@ -86,8 +85,7 @@ class S3Writer:
                 self._send_part()
 
     def commit(self) -> FileIdentity:
-        if self._written_bytes != self._size_bytes:
-            raise wrong_length(self._url, self._size_bytes, f"{self._written_bytes} bytes")
+        check_whole(self._url, self._size_bytes, self._written_bytes)
         identity = self._complete() if self._size_bytes > self.window_bytes else self._put()
         self._ended = True
         return identity
