@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 
-from tasks.checkpoint import ModelConfig, ShardIndex, StoredTensor
+from tasks.checkpoint import ModelConfig, ParameterState, ShardIndex, StoredTensor
 from tasks.errors import ErrorKind, Problem
 from tasks.family import Family, some
 from tasks.formats.metaseq_reader import is_flat_key
@@ -17,6 +17,9 @@ Pairs = tuple[tuple[str, str], ...]
 
 # Attention's rows and columns are one number in the whole model: a missing or extra part shows in these.
 _SQUARE = (".k_proj.weight", ".v_proj.weight", ".q_proj.weight", ".out_proj.weight")
+
+STATE_HINT = "the files are of different checkpoints, or damaged; --state drop leaves the state out"
+"what to do about training state that cannot be right"
 
 
 def coverage_problems(tensors: Mapping[str, GlobalTensor], slices: Sequence[SliceLayout]) -> list[Problem]:
@@ -92,6 +95,35 @@ def _gaps(layers: Collection[tuple[int, ...]]) -> list[str]:
         for block, found in sorted(by_block.items())
         for number in range(max(found))
         if number not in found
+    ]
+
+
+def scalar_problems(indexes: Sequence[ShardIndex]) -> list[Problem]:
+    """Refuse files that disagree about steps and groups: each target takes them from one of the files."""
+    first: dict[int, tuple[ParameterState, str]] = {}
+    groups: dict[tuple[tuple[int, ...], ...], str] = {}
+    held: dict[tuple[tuple[int, tuple[str, ...]], ...], str] = {}
+    faults: list[tuple[str, tuple[str, ...]]] = []
+    for index in indexes:
+        if index.optimizer is None:
+            continue
+        groups.setdefault(index.optimizer.groups, index.label)
+        what = tuple(sorted((s.number, tuple(name for name, _ in s.moments)) for s in index.optimizer.parameters))
+        held.setdefault(what, index.label)
+        for state in index.optimizer.parameters:
+            known, label = first.setdefault(state.number, (state, index.label))
+            if known.scalars != state.scalars:
+                message = f"the optimizer's state of parameter {state.number} differs between files"
+                facts = (f"{dict(known.scalars)} in {label}", f"{dict(state.scalars)} in {index.label}")
+                faults.append((message, facts))
+    if len(held) > 1:
+        files = some(list(held.values()))
+        message = f"the optimizer's state is of different parameters or moments in these files: {files}"
+        faults.append((message, ()))
+    if len(groups) > 1:
+        faults.append((f"param_groups differ between files: {some(list(groups.values()))}", ()))
+    return [
+        Problem(ErrorKind.SOURCE, "optimizer-states-differ", message, facts, STATE_HINT) for message, facts in faults
     ]
 
 

@@ -11,10 +11,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from tasks.checkpoint import OptimizerIndex, ParameterState, ShardIndex, StoredTensor
+from tasks.checkpoint import OptimizerIndex, ShardIndex, StoredTensor
 from tasks.errors import ErrorKind, Problem
 from tasks.family import local_box, modern_name, some
-from tasks.formats.metaseq_checks import coverage_problems
+from tasks.formats.metaseq_checks import STATE_HINT, coverage_problems, scalar_problems
 from tasks.formats.metaseq_reader import canonical_name, is_flat_key
 from tasks.layout import GlobalTensor, Piece, SliceLayout, Stream, fsdp_chunk, state_key
 from tasks.source import OptimizerLayout, Source
@@ -28,7 +28,7 @@ def add_state(source: Source, indexes: Sequence[ShardIndex]) -> tuple[Source, li
     """Return the source with its training state, and what is wrong there. `indexes` are in order of `source.files`."""
     builder = _Builder(source, tuple(indexes))
     slices = tuple(builder.slice(mp) for mp in range(source.mesh.mp))
-    builder.check_scalars()
+    builder.problems += scalar_problems(builder.indexes)
     if not builder.problems:
         builder.problems += coverage_problems(
             builder.tensors, [builder.state_only(part, mp) for mp, part in enumerate(slices)]
@@ -73,8 +73,7 @@ class _Builder:
     scaled: bool = False
 
     def fault(self, reference: str, message: str, *context: str, hint: str = "") -> None:
-        hint = hint or "the files are of different checkpoints, or damaged; --state drop leaves the state out"
-        self.problems.append(Problem(ErrorKind.SOURCE, reference, message, context, hint))
+        self.problems.append(Problem(ErrorKind.SOURCE, reference, message, context, hint or STATE_HINT))
 
     def slice(self, mp: int) -> SliceLayout:
         """Return a part's layout with the state's pieces behind the weights'."""
@@ -331,33 +330,6 @@ class _Builder:
         return frozenset(key for index in self.indexes for key, _ in index.averages)
 
     # -- what is one number
-
-    def check_scalars(self) -> None:
-        """Refuse files that disagree about steps and groups: each target takes them from one of the files."""
-        first: dict[int, tuple[ParameterState, str]] = {}
-        groups: dict[tuple[tuple[int, ...], ...], str] = {}
-        held: dict[tuple[tuple[int, tuple[str, ...]], ...], str] = {}
-        for index in self.indexes:
-            if index.optimizer is None:
-                continue
-            groups.setdefault(index.optimizer.groups, index.label)
-            what = tuple(sorted((s.number, tuple(name for name, _ in s.moments)) for s in index.optimizer.parameters))
-            held.setdefault(what, index.label)
-            for state in index.optimizer.parameters:
-                known, label = first.setdefault(state.number, (state, index.label))
-                if known.scalars != state.scalars:
-                    self.fault(
-                        "optimizer-states-differ",
-                        f"the optimizer's state of parameter {state.number} differs between files",
-                        f"{dict(known.scalars)} in {label}",
-                        f"{dict(state.scalars)} in {index.label}",
-                    )
-        if len(held) > 1:
-            files = some(list(held.values()))
-            message = f"the optimizer's state is of different parameters or moments in these files: {files}"
-            self.fault("optimizer-states-differ", message)
-        if len(groups) > 1:
-            self.fault("optimizer-states-differ", f"param_groups differ between files: {some(list(groups.values()))}")
 
     def layout(self) -> OptimizerLayout | None:
         index = next((index.optimizer for index in self.indexes if index.optimizer is not None), None)
