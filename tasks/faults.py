@@ -61,17 +61,21 @@ def reach(point: str, where: str = "") -> None:
 
 
 def _claim(folder: Path, point: str) -> str:
-    """Count a planned fault down; return its action to the one process that reaches zero."""
-    for planned in sorted(folder.glob(f"{point}:*:*")):
+    """Count a planned fault down; return its action to the one process that reaches zero.
+
+    The name is the count, and renaming it is the lock: who comes too late for a name looks for the next one, so that
+    each process counts once however many arrive together.
+    """
+    while planned := min(folder.glob(f"{point}:*:*"), default=None):
         _, action, count = planned.name.split(":")
         if count == "always":
             return action
-        with contextlib.suppress(FileNotFoundError):  # else another process was faster: it counted
+        with contextlib.suppress(FileNotFoundError):
             if int(count) > 1:
                 planned.rename(folder / f"{point}:{action}:{int(count) - 1}")
-            else:
-                planned.unlink()
-                return action
+                return ""
+            planned.unlink()
+            return action
     return ""
 
 

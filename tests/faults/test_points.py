@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -54,3 +55,22 @@ def test_a_fault_for_ever_does_not_wear_out(monkeypatch: pytest.MonkeyPatch, tmp
     for _ in range(3):
         with pytest.raises(TransientStorageError):
             faults.reach("planned")
+
+
+def test_passes_at_the_same_moment_are_all_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(faults.VARIABLE, str(tmp_path))
+    num_threads, num_passes = 8, 25
+    (tmp_path / f"planned:raise:{num_threads * num_passes}").touch()
+
+    def pass_by(_: int) -> int:
+        hits = 0
+        for _ in range(num_passes):
+            try:
+                faults.reach("planned")
+            except TransientStorageError:
+                hits += 1
+        return hits
+
+    with ThreadPoolExecutor(num_threads) as pool:
+        assert sum(pool.map(pass_by, range(num_threads))) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["planned:happened"]
