@@ -18,7 +18,7 @@ from cluster.resources import TaskResources, check_capacity, default_resources, 
 from cluster.session import Session, Unreachable, ray_prints_plainly, ray_session
 from pipeline import nodes
 from pipeline.discovery import discover
-from pipeline.messages import Progress, say
+from pipeline.messages import Progress, say, size
 from pipeline.options import Request, check_request
 from pipeline.planning import Plan, index_here, make_plan
 from pipeline.target_folder import TargetFolder
@@ -156,9 +156,11 @@ def execute(request: Request, found: Found, execution: Executor, progress: Progr
         kept = sum(result.kept for result in results)
         if kept:
             say(f"{kept} of {len(results)} files were finished already and are still whole")
+        if pieces_bytes := sum(result.kept_bytes for result in results if not result.kept):
+            say(f"{size(pieces_bytes)} of unfinished files were written already and are still whole")
         lease.check()
         with folder.noting_failure():
-            folder.clean_up()
+            folder.clean_up(finished=True)
             reach("files-finished", folder.url)
             folder.commit(sorted(results, key=lambda result: (result.mp, result.dp)))
         reach("manifest-written", folder.url)
@@ -244,7 +246,7 @@ def _result(
         "span_bytes": sum(summary.span_bytes for summary in summaries),
         "planned_requests": sum(summary.num_requests for summary in summaries),
         "bytes_read": sum(result.bytes_read for result in written),
-        "bytes_written": sum(result.size_bytes for result in written),
+        "bytes_written": sum(result.size_bytes - result.kept_bytes for result in written),
         "requests": sum(result.num_requests for result in written),
         "peak_memory_bytes": max((result.peak_memory_bytes for result in written), default=0),
         **times,

@@ -2,6 +2,8 @@
 
     unflatten (a node for each source file) -> regroup (for each MP slice) -> write (for each target file)
 
+A large target file has nodes for its pieces between the two.
+
 The driver looks at the summaries between the kinds, so that everything wrong is told at once, before the first write.
 """
 
@@ -9,44 +11,44 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from isal import isal_zlib
 
 from cluster.dag import Node
 from pipeline.options import Request
 from pipeline.planning import Plan
+from pipeline.records import finished_before, may_be_finished, piece_finished_before, piece_record, record_of
 from tasks import storage
 from tasks.checkpoint import ShardIndex
-from tasks.errors import ErrorKind, Problem, ReshardError, error
+from tasks.errors import ErrorKind, Problem, error
 from tasks.faults import reach
 from tasks.formats.metaseq_files import ShardFile
 from tasks.regroup_mp_slice import SliceSummary, regroup_mp_slice
 from tasks.source import Source
-from tasks.storage import FileIdentity
+from tasks.storage import FileIdentity, limited
 from tasks.target import Target
 from tasks.unflatten_source_shard import unflatten_source_shard
-from tasks.write_target_shard import ShardResult, write_target_shard
-
-_PIECE_BYTES = 16 << 20
+from tasks.write_target_shard import Destination, PieceResult, ShardResult, write_piece, write_target_shard
 
 # Says in the target whose it is.
 RUN = "run.json"
 UNFLATTEN, REGROUP, WRITE = "unflatten_source_shard", "regroup_mp_slice", "write_target_shard"
 
 
+@limited
 def unflatten(identity: FileIdentity, mp: int, dp: int) -> tuple[ShardIndex, None]:
     return unflatten_source_shard(identity, mp, dp), None
 
 
+@limited
 def regroup(source: Source, target: Target, mp: int, replica_part: int | None) -> tuple[SliceSummary, pa.Table]:
     return regroup_mp_slice(source, target, mp, replica_part)
 
 
+@limited
 def write(
     source: Source,
     target: Target,
@@ -55,28 +57,68 @@ def write(
     paths: Mapping[str, str],
     memory_bytes: int,
     durable: bool,
+    piece: tuple[int, int] | None,
     table: pa.Table,
-) -> tuple[ShardResult, None]:
-    """Write one target file, then its completion record; the first file of a slice saves the slice's plan as well.
+    *pieces: PieceResult,
+) -> tuple[ShardResult | int, PieceResult | None]:
+    """Write one target file, but for its `pieces`; or one `piece` of it: (number, count). Then leave a record.
+
+    The driver is told of a piece how many bytes it has; all else goes to the node of the file.
+    """
+    to = Destination(paths["file"], paths["temporary"], memory_bytes, durable, paths["place"])
+    if piece is None:
+        return _write_file(source, target, mp, dp, paths, to, table, pieces), None
+    result = _write_piece(source, target, mp, dp, paths, to, table, piece)
+    return result.written_bytes, result
+
+
+def _write_file(
+    source: Source,
+    target: Target,
+    mp: int,
+    dp: int,
+    paths: Mapping[str, str],
+    to: Destination,
+    table: pa.Table,
+    pieces: Sequence[PieceResult],
+) -> ShardResult:
+    """Write a file and its completion record; the first file of a slice saves the slice's plan as well.
 
     Records and plans need not survive a power cut: without them the work is done again. An fsync for each of them would
     make the file system flush everything else that was written.
     """
     kept = finished_before(paths)
     if kept is not None:
-        return kept, None
+        return kept
     if dp == 0:
         save_table(paths["plan"], table)
         reach("plan-saved", paths["plan"])
-    file, temporary = paths["file"], paths["temporary"]
-    mine = partial(check_run, paths)
-    result = write_target_shard(
-        source, target, mp, dp, file, temporary, memory_bytes, durable, table, before_commit=mine
-    )
-    reach("file-committed", file)
+    result = write_target_shard(source, target, mp, dp, to, table, pieces, before_commit=partial(check_run, paths))
+    reach("file-committed", paths["file"])
     storage.write_small(paths["record"], record_of(paths["plan_id"], result), durable=False)
     reach("record-written", paths["record"])
-    return result, None
+    return result
+
+
+def _write_piece(
+    source: Source,
+    target: Target,
+    mp: int,
+    dp: int,
+    paths: Mapping[str, str],
+    to: Destination,
+    table: pa.Table,
+    piece: tuple[int, int],
+) -> PieceResult:
+    if may_be_finished(paths):
+        return PieceResult()  # the file's own node looks closer, and does what is missing
+    record = piece_record(paths, *piece)
+    result = piece_finished_before(paths, record)
+    if result is None:
+        result = write_piece(source, target, mp, dp, to, table, *piece)
+        storage.write_small(record, record_of(paths["plan_id"], result), durable=False)
+        reach("piece-recorded", record)
+    return result
 
 
 def check_run(paths: Mapping[str, str]) -> None:
@@ -90,37 +132,6 @@ def check_run(paths: Mapping[str, str]) -> None:
             context=(f"this run's plan: {paths['plan_id']}; there: {run['plan_id']}",),
             hint="python -m pipeline.status TARGET tells which; run this command again if that one was a mistake",
         )
-
-
-def finished_before(paths: Mapping[str, str]) -> ShardResult | None:
-    """Return the result of an earlier run whose record holds: same plan, and the file still has its checksum."""
-    try:
-        record = json.loads(storage.read_small(paths["record"]))
-        ranges = tuple(tuple(item) for item in record.pop("read_ranges"))
-        if record.pop("plan_id") != paths["plan_id"]:
-            return None
-        result = replace(ShardResult(**record), read_ranges=ranges, kept=True)
-        identity = storage.stat(paths["file"])
-    except (ReshardError, ValueError, TypeError, KeyError, AttributeError):
-        return None  # no record, a torn one, one of another version, or no file: the work is done again
-    return result if identity.size_bytes == result.size_bytes and checksum(identity) == result.crc32 else None
-
-
-def checksum(identity: FileIdentity) -> int:
-    """Return the CRC32 of a whole file, read in bounded pieces."""
-    crc = 0
-    buffer = memoryview(bytearray(min(_PIECE_BYTES, identity.size_bytes)))
-    with storage.open_reader(identity) as reader:
-        for begin in range(0, identity.size_bytes, _PIECE_BYTES):
-            piece = buffer[: min(_PIECE_BYTES, identity.size_bytes - begin)]
-            reader.read_into(begin, piece)
-            crc = isal_zlib.crc32(piece, crc)
-    return crc
-
-
-def record_of(plan_id: str, result: ShardResult) -> bytes:
-    """Make the completion record of a file. What was read for it is in it: a rerun must still check the source."""
-    return json.dumps({"plan_id": plan_id, **asdict(result)}).encode()
 
 
 def save_table(url: str, table: pa.Table) -> None:
@@ -146,19 +157,26 @@ def regroup_nodes(plan: Plan, source: object, target: object, replica_part: int 
 
 
 def write_nodes(plan: Plan, source: object, target: object, folder: str, request: Request) -> list[Node]:
-    """One node for each target file; of those with a record, the node only holds the file against it."""
-    return [
-        Node(
-            f"write {mp} {dp}",
-            WRITE,
-            (source, target, mp, dp, paths(plan, folder, mp, dp), request.memory_bytes, request.durable),
-            needs=(f"regroup {mp}",),
-        )
-        for mp, dp in plan.ranks()
-    ]
+    """One node for each target file, after one for each piece of a large one. What has a record is only checked.
+
+    The pieces of one file come before those of the next, so that files are published early.
+    """
+    count = plan.num_pieces(request.target, request.piece_bytes)
+    nodes = []
+    for mp, dp in plan.ranks():
+        where = paths(plan, folder, mp, dp, in_pieces=count > 1)
+        pieces = {f"write {mp} {dp} piece {number}": (number, count) for number in range(count) if count > 1}
+        for name, piece in {**pieces, f"write {mp} {dp}": None}.items():
+            arguments, smaller = (
+                (source, target, mp, dp, where, memory_bytes, request.durable, piece)
+                for memory_bytes in (request.memory_bytes, request.memory_bytes // 2)
+            )
+            needs = (f"regroup {mp}", *(() if piece else pieces))
+            nodes.append(Node(name, WRITE, arguments, needs, smaller))
+    return nodes
 
 
-def paths(plan: Plan, folder: str, mp: int, dp: int) -> dict[str, str]:
+def paths(plan: Plan, folder: str, mp: int, dp: int, *, in_pieces: bool) -> dict[str, str]:
     """Name everything that the node of one target file writes."""
     name = plan.file_name(mp, dp)
     work = storage.join(folder, ".reshard")
@@ -168,6 +186,7 @@ def paths(plan: Plan, folder: str, mp: int, dp: int) -> dict[str, str]:
         "run": storage.join(work, RUN),
         "plan": storage.join(work, "plan.parquet", f"model_part-{mp}.parquet"),
         "record": storage.join(work, "records", f"{name}.json"),
+        "place": storage.join(work, "pieces", f"{plan.plan_id}-{mp}-{dp}") if in_pieces else "",
         "plan_id": plan.plan_id,
     }
 

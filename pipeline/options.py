@@ -14,6 +14,7 @@ from tasks.target import Projection
 DTYPES = {"keep": "", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 # Local windows of 4 MiB and S3 parts of 8 MiB both fit; more brings nothing (docs/design.md).
 DEFAULT_MEMORY = "64MiB"
+DEFAULT_PIECE = "512MiB"
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 EXAMPLES = """examples:
@@ -46,6 +47,8 @@ class Request:
     prefix: str = ""
     checkpoint: str = ""
     memory_bytes: int = 64 << 20
+    piece_bytes: int = 512 << 20
+    "of a target file, that one task writes and a rerun need not write again"
     address: str | None = None
     dry_run: bool = False
     overwrite: bool = False
@@ -136,6 +139,13 @@ def make_parser() -> CommandParser:
         metavar="SIZE",
         help="budget of one worker (default: %(default)s)",
     )
+    run.add_argument(
+        "--piece",
+        type=_size,
+        default=DEFAULT_PIECE,
+        metavar="SIZE",
+        help="larger target files are written by several workers, and resumed, in pieces (default: %(default)s)",
+    )
     run.add_argument("--address", metavar="ADDRESS", help="of the Ray cluster (default: RAY_ADDRESS, else a local one)")
     run.add_argument(
         "--resources",
@@ -176,6 +186,7 @@ def parse_request(arguments: Sequence[str] | None = None) -> Request:
         prefix=words.prefix,
         checkpoint=words.checkpoint,
         memory_bytes=words.memory,
+        piece_bytes=max(words.piece, 1),
         address=words.address,
         dry_run=words.dry_run,
         overwrite=words.overwrite,

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
 from pipeline.options import Request
+from tasks import storage
 from tasks.checkpoint import ShardIndex, StoredTensor
 from tasks.checksums import Record
 from tasks.errors import ErrorKind, Problem, error, raise_if
@@ -69,6 +70,12 @@ class Plan:
         layout, _ = target_slice(self.source, self.target, 0)
         part = sum(s.chunk * len(s.files) * ITEM_SIZE_BYTES[s.dtype] for s in layout.streams)
         return part * mesh.mp
+
+    def num_pieces(self, url: str, piece_bytes: int) -> int:
+        """Return into how many pieces a target file at `url` is cut: 1 where it cannot, or is no larger than one."""
+        file_bytes = self.bytes_to_write() // len(self.ranks())
+        unit_bytes = storage.unit_bytes(url, file_bytes)
+        return 1 if unit_bytes is None else max(1, min(-(-file_bytes // piece_bytes), file_bytes // unit_bytes))
 
     def ranks(self) -> list[tuple[int, int]]:
         mesh = self.target.options.mesh

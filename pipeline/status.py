@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from pipeline.lease import describe, is_alive, latest_lease
 from pipeline.messages import CommandParser, run_command
 from pipeline.nodes import RUN
+from pipeline.records import piece_of
 from pipeline.target_folder import FAILURE, MANIFEST, WORK, named_files
 from tasks import storage
 from tasks.errors import ErrorKind, ReshardError, error
@@ -44,6 +46,7 @@ def status(target: str) -> dict[str, Any]:
         "files": len(files),
         "finished": len(finished),
         "to_do": [name for name in files if name not in finished],
+        "pieces": _pieces(url, set(files) - set(finished)),
         "holder": describe(lease["holder"]) if alive and lease else "",
         "failure": (failure or {}).get("error", ""),
     }
@@ -72,6 +75,14 @@ def _recorded(url: str, files: Sequence[str], run: Mapping[str, Any] | None) -> 
     return finished
 
 
+def _pieces(url: str, unfinished: Collection[str]) -> dict[str, str]:
+    """Say of files that are written in pieces how many of these are there: '3 of 8'."""
+    folder = storage.join(url, WORK, "records")
+    records = [file.name for file in storage.list_files(folder)] if unfinished and storage.exists(folder) else []
+    found = Counter((piece[0], piece[2]) for name in records if (piece := piece_of(name)))
+    return {name: f"{number} of {count}" for (name, count), number in sorted(found.items()) if name in unfinished}
+
+
 def _read(url: str) -> dict[str, Any] | None:
     try:
         content = json.loads(storage.read_small(url))
@@ -94,7 +105,8 @@ def in_words(what: Mapping[str, Any]) -> str:
     if what["state"] in ("stopped", "damaged"):
         again = "the same command with --overwrite" if what["state"] == "damaged" else "the same command again"
         lines.append(f"  {again} would write {len(what['to_do'])} files, and check the others:")
-        lines += [f"    {name}" for name in what["to_do"][:10]]
+        pieces = {name: f" ({told} pieces are there)" for name, told in what["pieces"].items()}
+        lines += [f"    {name}{pieces.get(name, '')}" for name in what["to_do"][:10]]
         if len(what["to_do"]) > 10:
             lines.append(f"    and {len(what['to_do']) - 10} more")
     return "\n".join(lines)

@@ -10,12 +10,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
 from pipeline.lease import Lease
 from pipeline.nodes import RUN
 from pipeline.planning import Plan
+from pipeline.records import piece_of
 from tasks import storage
 from tasks.errors import ErrorKind, Problem, ReshardError, error, raise_if
 from tasks.family import some
@@ -26,6 +28,8 @@ from tasks.write_target_shard import ShardResult
 MANIFEST = "manifest.json"
 WORK = ".reshard"
 FAILURE = "failure.json"
+PIECES = "pieces"
+FOLDERS = (("temporary",), ("records",), ("plan.parquet",), (PIECES,))
 TOOL = "reshard 0.1.0"
 
 
@@ -177,8 +181,8 @@ class TargetFolder:
         on unseen, it publishes nothing of another plan: it looks into run.json first (`nodes.check_run`), and what it
         was about to publish at that moment is removed behind run.json.
         """
-        self.clean_up()
-        for names in ((), ("temporary",), ("records",), ("plan.parquet",)):
+        self.clean_up(finished=False)
+        for names in ((), *FOLDERS):
             storage.make_directory(self._work(*names))
         if overwrite:
             self._forget_other_plans()
@@ -194,15 +198,16 @@ class TargetFolder:
         }
         storage.write_small(self._work(RUN), json.dumps(run, indent=1).encode())
         storage.delete(self._work(FAILURE))
-        self.clean_up()
+        self.clean_up(finished=False)
 
-    def clean_up(self) -> None:
+    def clean_up(self, *, finished: bool) -> None:
         """Remove what killed attempts left half written. For the holder of the lease, while none of its nodes runs.
 
-        A failure is passed over: it costs room, nothing else.
+        `finished`: pieces of this plan's files are not needed any more. A failure is passed over: it costs room,
+        nothing else.
         """
         with suppress(ReshardError, OSError):
-            for remove in self._leftovers():
+            for remove in self._leftovers(finished=finished):
                 remove()
 
     def clean_up_if_free(self, tell: Callable[[str], None]) -> None:
@@ -211,13 +216,20 @@ class TargetFolder:
         What was left of the lease itself is removed by taking it: a kill may come while it was given back.
         """
         with suppress(ReshardError, OSError):
-            if self._leftovers() or storage.leftovers(self._work("lease")):
+            if self._leftovers(finished=True) or storage.leftovers(self._work("lease")):
                 with self.lease(tell):
-                    self.clean_up()
+                    self.clean_up(finished=True)
 
-    def _leftovers(self) -> list[Callable[[], None]]:
-        folders = [self.url, *(self._work(*names) for names in ((), ("temporary",), ("records",), ("plan.parquet",)))]
-        return [remove for folder in folders for remove in storage.leftovers(folder)]
+    def _leftovers(self, *, finished: bool) -> list[Callable[[], None]]:
+        places = [self._work(PIECES, name) for name in self._files(self._work(PIECES))]
+        mine = [place for place in places if storage.basename(place).startswith(self._plan.plan_id)]
+        kept = [] if finished else mine
+        drops = [partial(storage.drop_pieces, place) for place in places if place not in kept]
+        if finished:
+            records = [name for name in self._files(self._work("records")) if piece_of(name)]
+            drops += [partial(storage.delete, self._work("records", name)) for name in records]
+        folders = [self.url, *(self._work(*names) for names in ((), *FOLDERS))]
+        return [*drops, *(remove for folder in folders for remove in storage.leftovers(folder, places=kept))]
 
     def _forget_other_plans(self) -> None:
         """Remove what earlier runs wrote, by their own account, and this one does not replace; the manifest first.
@@ -230,16 +242,18 @@ class TargetFolder:
         old = {*named_files(manifest), *(names if isinstance(names, list) else ())}
         storage.delete(storage.join(self.url, MANIFEST))
         reach("old-manifest-removed", self.url)
-        kept = {self._plan.file_name(mp, dp) for mp, dp in self._plan.ranks()}
-        for name in sorted(str(name) for name in old - kept):
+        mine = {self._plan.file_name(mp, dp) for mp, dp in self._plan.ranks()}
+        for name in sorted(str(name) for name in old - mine):
             if name == storage.basename(name) and storage.exists(storage.join(self.url, name)):
                 storage.delete(storage.join(self.url, name))
-        kept |= {f"{name}.json" for name in kept}
-        kept |= {f"model_part-{mp}.parquet" for mp in range(self._plan.target.options.mesh.mp)}
-        for folder in (self._work("records"), self._work("plan.parquet")):
-            for name in self._files(folder):
-                if name not in kept:
-                    storage.delete(storage.join(folder, name))
+        for name in self._files(self._work("records")):
+            piece = piece_of(name)
+            if (piece[0] if piece else name.removesuffix(".json")) not in mine:
+                storage.delete(self._work("records", name))
+        plans = {f"model_part-{mp}.parquet" for mp in range(self._plan.target.options.mesh.mp)}
+        for name in self._files(self._work("plan.parquet")):
+            if name not in plans:
+                storage.delete(self._work("plan.parquet", name))
 
     def lease(self, tell: Callable[[str], None]) -> Lease:
         """Return the claim to write here, to be entered before anything is written."""

@@ -39,6 +39,46 @@ class Trail:
         return tuple(self._ends.values())
 
 
+class Ledger:
+    """CRC32s of ranges of several streams, noted in any order; those of a whole stream are combined of its ranges'.
+
+    >>> ledger = Ledger([(7, 2, 1, isal_zlib.crc32(b"c"))]); ledger.total(7, 3)
+    >>> ledger.add((7, 0, 2, isal_zlib.crc32(b"ab"))); ledger.total(7, 3) == isal_zlib.crc32(b"abc")
+    True
+    """
+
+    def __init__(self, ranges: Iterable[Range] = ()) -> None:
+        self._ranges: dict[int, dict[int, tuple[int, int]]] = {}
+        for each in ranges:
+            self.add(each)
+
+    def add(self, noted: Range) -> None:
+        """Note a range; one that was noted before must be the same again, else ValueError."""
+        stream, begin, length, crc = noted
+        if self._ranges.setdefault(stream, {}).setdefault(begin, (length, crc)) != (length, crc):
+            raise ValueError(f"{length} bytes at {begin} are not what they were when they were read before")
+
+    def total(self, stream: int, size_bytes: int) -> int | None:
+        """Return the CRC32 of a whole stream, None while a range is missing."""
+        ranges = self._ranges.get(stream, {})
+        at = crc = 0
+        while at < size_bytes:
+            if at not in ranges:
+                return None
+            length, more = ranges[at]
+            crc = isal_zlib.crc32_combine(crc, more, length)
+            at += length
+        return crc
+
+    def ranges(self) -> tuple[Range, ...]:
+        """List what was noted, in the order of streams and offsets."""
+        return tuple(
+            (stream, begin, *self._ranges[stream][begin])
+            for stream in sorted(self._ranges)
+            for begin in sorted(self._ranges[stream])
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Record:
     """A storage in a source file, with the checksum that the file states for it."""

@@ -32,6 +32,8 @@ WORKER_POINTS = (
     "file-committed",
     "record-written",
 )
+# Of files that are written in pieces.
+PIECE_POINTS = ("piece-written", "piece-recorded")
 DRIVER_POINTS = (
     "planned",
     "lease-taken",
@@ -41,7 +43,7 @@ DRIVER_POINTS = (
     "name-taken",
     "manifest-written",
 )
-POINTS = WORKER_POINTS + DRIVER_POINTS
+POINTS = WORKER_POINTS + PIECE_POINTS + DRIVER_POINTS
 
 # A process that nobody wakes must not outlive its test by much.
 _LONGEST_PAUSE_SECONDS = 60.0

@@ -3,42 +3,44 @@
 The file's layout is known before its first byte (tasks/torchfile/archive_writer.py), so each byte goes from storage
 through one window to storage, once, and memory does not depend on the model. The file appears under its name whole or
 not at all.
+
+A large file is written in pieces: ranges of units, by tasks of their own, in any order. The file's task then writes the
+units that are missing and commits. Missing are always those with a CRC32 of bytes that several pieces made.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
 from isal import isal_zlib
 
-from tasks.checksums import Range, Trail
+from tasks import storage
+from tasks.checksums import Ledger, Range, Trail
 from tasks.convert import load_libraries
-from tasks.errors import ErrorKind, ReshardError, error
+from tasks.errors import ReshardError
 from tasks.faults import reach
-from tasks.formats.metaseq_state_reader import number_of
-from tasks.formats.metaseq_state_target import holds_optimizer
-from tasks.formats.metaseq_target import TargetObjects, make_objects, provider_rank
-from tasks.gather import SCRATCH_BYTES, Bytes, Gatherer, Rows, rows_of_storages
+from tasks.file_stream import Body, FileStream
+from tasks.gather import SCRATCH_BYTES, Gatherer
 from tasks.memory import PeakMemory
 from tasks.plan import rows_of_file
 from tasks.reader_pool import ReaderPool
 from tasks.source import Source
-from tasks.storage import TargetWriter, basename, buffered_bytes, open_writer
+from tasks.storage import FileIdentity, PiecesLostError, buffered_bytes, open_pieces, open_writer
 from tasks.target import Target
-from tasks.torchfile.archive_writer import ArchiveLayout, archive_name_of, plan_archive
-from tasks.torchfile.file_index import open_torch_file
-from tasks.torchfile.objects import StorageRef, TensorRef
-from tasks.torchfile.pickler import dump_pickle
+from tasks.target_file import plan_file
+from tasks.torchfile.archive_writer import ArchiveLayout
+from tasks.write_behind import Put, WriteBehind
 
 # Objects of a file (its pickle, configuration and index) beside the buffers; measured 3-9 MiB for 1,200 tensors.
 OBJECTS_BYTES = 12 << 20
+# Where a file can only be written whole; larger windows were not faster.
+WHOLE_UNIT_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,26 +57,51 @@ class ShardResult:
     bytes_read: int
     num_requests: int
     seconds: float
+    "of all tasks that wrote it"
     peak_memory_bytes: int
     "beyond the idle worker"
     read_ranges: tuple[Range, ...] = ()
     "what was read of the source, with checksums"
+    kept_bytes: int = 0
+    "that an earlier run had written"
     kept: bool = False
-    "an earlier run had written it"
+    "an earlier run had written all of it"
 
 
 @dataclass(frozen=True, slots=True)
-class Body:
-    """Where the bytes of one storage of the target come from."""
+class PieceResult:
+    """What the task of a file is told of one of its pieces."""
 
-    size_bytes: int
-    rows: Rows | None = None
-    "segments of the plan"
-    file: int | None = None
-    "or one range of this source file"
-    offset_bytes: int = 0
-    literal: bytes | None = None
-    "or these bytes; without any of the three the storage is padding, or empty"
+    size_bytes: int = 0
+    "of the file"
+    written: tuple[Range, ...] = ()
+    "units that are written, as ranges of stream 0"
+    storages: tuple[Range, ...] = ()
+    "what was made of the file's storages, also in units that are left to the file's task"
+    receipts: tuple[str, ...] = ()
+    bytes_read: int = 0
+    num_requests: int = 0
+    seconds: float = 0.0
+    peak_memory_bytes: int = 0
+    read_ranges: tuple[Range, ...] = ()
+    kept: bool = False
+    "an earlier run had written it"
+
+    @property
+    def written_bytes(self) -> int:
+        return sum(length for _, _, length, _ in self.written)
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where a file goes, and at what cost."""
+
+    url: str
+    temporary_directory: str
+    memory_bytes: int
+    durable: bool
+    place: str = ""
+    "of a file that is written in pieces (`storage.open_pieces`)"
 
 
 def write_target_shard(
@@ -82,48 +109,76 @@ def write_target_shard(
     target: Target,
     mp: int,
     dp: int,
-    url: str,
-    temporary_directory: str,
-    memory_bytes: int,
-    durable: bool,
+    to: Destination,
     table: pa.Table,
+    pieces: Sequence[PieceResult] = (),
     *,
     before_commit: Callable[[], None] = lambda: None,
 ) -> ShardResult:
-    """Write the target file (mp, dp) to `url`. `table` is its part's plan, as `regroup_mp_slice` hands it on.
+    """Write the target file (mp, dp), but for its pieces. `table` is its part's plan, as `regroup_mp_slice` made it.
 
     `before_commit` may still forbid that the file appears, by raising.
     """
-    if target.options.dtype or target.options.moments_dtype:
-        load_libraries()  # a library is no part of the budget, which is for what grows with the work
-    began, memory = time.monotonic(), PeakMemory()
-    try:
-        trail = Trail()
-        with ReaderPool(source.files, trail) as readers:
-            layout, bodies = plan_file(source, target, mp, dp, url, rows_of_file(table, dp), readers)
-            with open_writer(
-                url, layout.size_bytes, temporary_directory=temporary_directory, durable=durable
-            ) as writer:
-                window = window_bytes(writer.window_bytes, buffered_bytes(url, layout.size_bytes), memory_bytes)
-                crc32 = _stream(layout, bodies, writer, Gatherer(readers), window, url)
-                reach("file-written", url)
-                before_commit()
-                identity = writer.commit()
-    except ReshardError as fault:
-        raise _in_file(fault, url) from fault
+    with _work(source, target, mp, dp, to, table) as work:
+
+        def written() -> None:
+            reach("file-written", to.url)
+            before_commit()
+
+        if to.place:
+            identity, crc32 = _complete(work, pieces, written)
+        else:
+            identity, crc32 = _write_whole(work, written)
     return ShardResult(
-        url=url,
+        url=to.url,
         mp=mp,
         dp=dp,
         size_bytes=identity.size_bytes,
         crc32=crc32,
         version=identity.version,
-        bytes_read=readers.bytes_read,
-        num_requests=readers.num_requests,
-        seconds=time.monotonic() - began,
-        peak_memory_bytes=memory.peak_bytes(),
-        read_ranges=trail.ranges(),
+        bytes_read=work.readers.bytes_read + sum(piece.bytes_read for piece in pieces),
+        num_requests=work.readers.num_requests + sum(piece.num_requests for piece in pieces),
+        seconds=work.seconds() + sum(piece.seconds for piece in pieces),
+        peak_memory_bytes=max(work.memory.peak_bytes(), *(piece.peak_memory_bytes for piece in pieces), 0),
+        read_ranges=(*work.trail.ranges(), *(read for piece in pieces for read in piece.read_ranges)),
+        kept_bytes=sum(piece.written_bytes for piece in pieces if piece.kept),
     )
+
+
+def write_piece(
+    source: Source, target: Target, mp: int, dp: int, to: Destination, table: pa.Table, number: int, count: int
+) -> PieceResult:
+    """Write piece `number` of `count` pieces of the target file (mp, dp), but for what needs other pieces' CRC32s."""
+    with _work(source, target, mp, dp, to, table) as work:
+        begin, end = piece_span(work.layout.size_bytes, work.unit_bytes, number, count)
+        storages = Ledger()
+        with open_pieces(to.url, work.layout.size_bytes, place=to.place, durable=to.durable) as writer:
+            units = range(begin, end, work.unit_bytes)
+            written = work.stream(units, storages, writer.write, since=begin)
+            receipts = writer.finish()
+        reach("piece-written", to.url)
+    return PieceResult(
+        size_bytes=work.layout.size_bytes,
+        written=written,
+        storages=storages.ranges(),
+        receipts=receipts,
+        bytes_read=work.readers.bytes_read,
+        num_requests=work.readers.num_requests,
+        seconds=work.seconds(),
+        peak_memory_bytes=work.memory.peak_bytes(),
+        read_ranges=work.trail.ranges(),
+    )
+
+
+def piece_span(size_bytes: int, unit_bytes: int, number: int, count: int) -> tuple[int, int]:
+    """Return the range of a piece: whole units, shared out evenly.
+
+    >>> [piece_span(95, 10, number, 4) for number in range(4)]
+    [(0, 20), (20, 50), (50, 70), (70, 95)]
+    """
+    units = -(-size_bytes // unit_bytes)
+    begin, end = (min(units * each // count * unit_bytes, size_bytes) for each in (number, number + 1))
+    return begin, end
 
 
 def projected_memory_bytes(url: str, size_bytes: int, window: int) -> int:
@@ -140,135 +195,144 @@ def window_bytes(preferred: int, buffered: int, memory_bytes: int) -> int:
     return max(min(preferred, room) >> 16 << 16, 1 << 16)
 
 
-def plan_file(
-    source: Source, target: Target, mp: int, dp: int, url: str, table: pa.Table, readers: ReaderPool
-) -> tuple[ArchiveLayout, list[Body]]:
-    """Lay out one target file: its bytes around the storages, and where each storage comes from."""
-    rows = rows_of_storages(table, keep_scales=not target.options.moments_dtype)
-    origins: dict[StorageRef, tuple[int, int]] = {}
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What all ways to write a file need."""
 
-    def objects(number: int) -> Any:
-        identity = source.files[number]
-        file = open_torch_file(lambda at, size: readers.read(number, at, size), identity.size_bytes, identity.url)
-        origins.update({storage: (number, location.offset) for storage, location in file.locations.items()})
-        return file.root
+    to: Destination
+    layout: ArchiveLayout
+    bodies: list[Body]
+    readers: ReaderPool
+    trail: Trail
+    unit_bytes: int
+    began: float
+    memory: PeakMemory
 
-    provider = provider_rank(source.mesh, target.options.mesh, mp, dp)
-    root = state_root = objects(source.file_number(*provider))
-    if source.optimizer is not None and target.options.keep_state and not holds_optimizer(root):
-        # Where the state is not sharded, the first rank of the part has all of it.
-        state_root = objects(source.optimizer.holders[provider[0]])
-    scales = {number: found.target_scale for number, found in rows.items()}
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
 
-    def number(tensor: TensorRef) -> float:
-        at = {tensor.storage: (origins[tensor.storage][1], 0, None)}
-        return number_of(tensor, at, lambda offset, size: readers.read(origins[tensor.storage][0], offset, size))
+    def units(self) -> range:
+        return range(0, self.layout.size_bytes, self.unit_bytes)
 
-    made = make_objects(root, state_root, source, target, mp=mp, dp=dp, scales=scales, number_of=number)
-    pickle_data, storages = dump_pickle(made.root)
-    bodies = [_body(storage, made, rows, origins) for storage in storages]
-    return plan_archive(archive_name_of(basename(url)), pickle_data, [body.size_bytes for body in bodies]), bodies
-
-
-def _body(
-    storage: StorageRef, made: TargetObjects, rows: Mapping[int, Rows], origins: Mapping[StorageRef, tuple[int, int]]
-) -> Body:
-    if storage in made.numbers:
-        return _planned_body(storage, rows.get(made.numbers[storage]))
-    if storage in made.literals:
-        return Body(storage.size_bytes, literal=made.literals[storage])
-    file, offset = origins[made.copies.get(storage, storage)]
-    return Body(storage.size_bytes, None, file, offset)
-
-
-def _planned_body(storage: StorageRef, rows: Rows | None) -> Body:
-    if rows is not None and int(rows.end.max()) > storage.size_bytes:
-        raise ValueError(f"the plan writes past the end of a storage of {storage.size_bytes} bytes")
-    return Body(storage.size_bytes, rows)
-
-
-def _stream(
-    layout: ArchiveLayout, bodies: list[Body], writer: TargetWriter, gatherer: Gatherer, window: int, url: str
-) -> int:
-    """Write the file in order; return the CRC32 of all of it."""
-    size = min(window, max((body.size_bytes for body in bodies), default=0))
-    buffers = itertools.cycle([np.empty(size, np.uint8), np.empty(size, np.uint8)])
-    crcs: list[int] = []
-    total = 0
-
-    def put(data: bytes) -> None:
-        nonlocal total
-        behind.write(data)
-        total = isal_zlib.crc32(data, total)
-
-    with WriteBehind(writer) as behind:
-        put(layout.head)
-        for number, body in enumerate(bodies):
-            crc = 0
-            for begin in range(0, body.size_bytes, window):
-                view = next(buffers)[: min(window, body.size_bytes - begin)]
-                _fill(body, begin, view, gatherer)
-                crc = isal_zlib.crc32(view, crc)
-                behind.write(view.data)
-                reach("window-written", url)
-            total = isal_zlib.crc32_combine(total, crc, body.size_bytes)
-            crcs.append(crc)
-            if number + 1 < len(bodies):
-                put(layout.between(number, crc))
-        put(layout.tail(crcs))
-    return total
-
-
-class WriteBehind:
-    """Writes one piece while the caller makes the next: a buffer may be used again after the next `write`."""
-
-    def __init__(self, writer: TargetWriter) -> None:
-        self._writer = writer
-        self._pool = ThreadPoolExecutor(1, "write-behind")
-        self._pending: Future[None] | None = None
-
-    def write(self, data: memoryview | bytes) -> None:
-        """Wait until the piece before is written, then hand this one over."""
-        self._wait()
-        self._pending = self._pool.submit(self._writer.write, data)
-
-    def _wait(self) -> None:
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            if kind is None:
-                self._wait()
-        finally:
-            self._pool.shutdown(wait=True)
-
-
-def _fill(body: Body, begin: int, view: Bytes, gatherer: Gatherer) -> None:
-    if body.file is not None:
-        gatherer.read(body.file, body.offset_bytes + begin, view)
-        return
-    if body.literal is not None:
-        view[:] = np.frombuffer(body.literal, np.uint8)[begin : begin + len(view)]
-        return
-    if body.rows is None:
-        view[:] = 0
-        return
-    # Behind the last element is padding: the buffer is used again and again, so it is cleared.
-    content = min(max(body.rows.content_bytes - begin, 0), len(view))
-    view[content:] = 0
-    filled = gatherer.fill(body.rows, begin, view)
-    if filled != content:
-        raise error(
-            ErrorKind.TASK,
-            "window-not-covered",
-            f"{filled} of {content} bytes of a window were planned",
-            hint="please report this: it is a fault here, and nothing was published",
+    def stream(self, units: Sequence[int], storages: Ledger, put: Put, *, since: int = 0) -> tuple[Range, ...]:
+        """Make units and write those whose CRC32s are known; return these, as ranges of stream 0."""
+        size = min(self.unit_bytes, self.layout.size_bytes)
+        window = window_bytes(size, buffered_bytes(self.to.url, self.layout.size_bytes), self.to.memory_bytes)
+        made = FileStream(self.layout, self.bodies, Gatherer(self.readers), storages)
+        return stream_units(
+            made, self.layout.size_bytes, units, self.unit_bytes, window, put, since=since, url=self.to.url
         )
+
+
+@contextmanager
+def _work(source: Source, target: Target, mp: int, dp: int, to: Destination, table: pa.Table) -> Iterator[_Work]:
+    if target.options.dtype or target.options.moments_dtype:
+        load_libraries()  # a library is no part of the budget, which is for what grows with the work
+    began, memory, trail = time.monotonic(), PeakMemory(), Trail()
+    try:
+        with ReaderPool(source.files, trail) as readers:
+            layout, bodies = plan_file(source, target, mp, dp, to.url, rows_of_file(table, dp), readers)
+            unit = storage.unit_bytes(to.url, layout.size_bytes) or WHOLE_UNIT_BYTES
+            yield _Work(to, layout, bodies, readers, trail, unit, began, memory)
+    except ReshardError as fault:
+        raise _in_file(fault, to.url) from fault
+
+
+def stream_units(
+    made: FileStream,
+    size_bytes: int,
+    units: Sequence[int],
+    unit_bytes: int,
+    window: int,
+    put: Put,
+    *,
+    since: int = 0,
+    url: str = "",
+) -> tuple[Range, ...]:
+    """Make units of a file in order and write those whose CRC32s are known; everything from `since` on is made here."""
+    size = min(window, unit_bytes, size_bytes)
+    buffers = itertools.cycle([np.empty(size, np.uint8), np.empty(size, np.uint8)])
+    written = []
+    with WriteBehind(put) as behind:
+        for begin in units:
+            end = min(begin + unit_bytes, size_bytes)
+            known = made.is_known(begin, end, since)
+            total = 0
+            for at in range(begin, end, size):
+                view = next(buffers)[: min(size, end - at)]
+                crc = made.fill(at, view)
+                if known:
+                    if crc is None:
+                        raise ValueError(f"{url}: a checksum at {at} is not known")
+                    total = isal_zlib.crc32_combine(total, crc, len(view))
+                    behind.write(at, view.data)
+                reach("window-written", url)
+            made.end_unit()
+            if known:
+                written.append((0, begin, end - begin, total))
+    return tuple(written)
+
+
+def _write_whole(work: _Work, before_commit: Callable[[], None]) -> tuple[FileIdentity, int]:
+    to, size = work.to, work.layout.size_bytes
+    with open_writer(to.url, size, temporary_directory=to.temporary_directory, durable=to.durable) as writer:
+        written = work.stream(work.units(), Ledger(), lambda _, view: writer.write(view))
+        before_commit()
+        return writer.commit(), _total(written, size)
+
+
+def _complete(
+    work: _Work, pieces: Sequence[PieceResult], before_commit: Callable[[], None]
+) -> tuple[FileIdentity, int]:
+    """Write what the pieces have left, and commit; where their work is lost, it is done again here."""
+    pieces = [piece for piece in pieces if piece.size_bytes == work.layout.size_bytes]
+    receipts = [receipt for piece in pieces for receipt in piece.receipts] if pieces else None
+    try:
+        return _commit_pieces(work, pieces, receipts, before_commit)
+    except PiecesLostError:
+        adopted = _adopt(work, pieces)
+        if adopted is not None:
+            return adopted
+        storage.drop_pieces(work.to.place)
+        return _commit_pieces(work, (), None, before_commit)
+
+
+def _commit_pieces(
+    work: _Work, pieces: Sequence[PieceResult], receipts: Sequence[str] | None, before_commit: Callable[[], None]
+) -> tuple[FileIdentity, int]:
+    to, size = work.to, work.layout.size_bytes
+    with open_pieces(to.url, size, place=to.place, receipts=receipts, durable=to.durable) as writer:
+        written = _fill_up(work, pieces, writer.write)
+        more = writer.finish()
+        before_commit()
+        return writer.commit((*(receipts or ()), *more)), _total(written, size)
+
+
+def _fill_up(work: _Work, pieces: Sequence[PieceResult], put: Put) -> tuple[Range, ...]:
+    """Make the units that no piece has written; return all units."""
+    written = [unit for piece in pieces for unit in piece.written]
+    there = {begin for _, begin, _, _ in written}
+    storages = Ledger(noted for piece in pieces for noted in piece.storages)
+    missing = [begin for begin in work.units() if begin not in there]
+    return (*written, *work.stream(missing, storages, put))
+
+
+def _adopt(work: _Work, pieces: Sequence[PieceResult]) -> tuple[FileIdentity, int] | None:
+    """Return the file where an attempt that was killed right after its commit has left it, whole."""
+    try:
+        identity = storage.stat(work.to.url)
+    except ReshardError:
+        return None
+    size = work.layout.size_bytes
+    crc32 = _total(_fill_up(work, pieces, lambda *_: None), size)
+    return (identity, crc32) if identity.size_bytes == size and storage.checksum(identity) == crc32 else None
+
+
+def _total(written: Sequence[Range], size_bytes: int) -> int:
+    crc32 = Ledger(written).total(0, size_bytes)
+    if crc32 is None:
+        raise ValueError(f"not all of {size_bytes} bytes were written")
+    return crc32
 
 
 def _in_file(fault: ReshardError, url: str) -> ReshardError:

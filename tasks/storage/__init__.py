@@ -9,21 +9,27 @@ backends; retry.py how often. Bit flips between a store and here are not noticed
 
 from tasks.storage.dispatch import (
     buffered_bytes,
+    checksum,
     create_only,
     delete,
+    drop_pieces,
     exists,
     glob_files,
+    holds,
     leftovers,
     list_files,
     make_directory,
+    open_pieces,
     open_reader,
     open_writer,
     read_small,
     stat,
+    unit_bytes,
     write_small,
 )
-from tasks.storage.interface import Backend, ByteReader, FileIdentity, ListedFile, TargetWriter
-from tasks.storage.problems import TransientStorageError
+from tasks.storage.interface import Backend, ByteReader, FileIdentity, ListedFile, PieceWriter, TargetWriter
+from tasks.storage.patience import limited
+from tasks.storage.problems import PiecesLostError, TransientStorageError
 from tasks.storage.urls import basename, is_local, join, normalise, parent
 
 __all__ = [
@@ -31,24 +37,32 @@ __all__ = [
     "ByteReader",
     "FileIdentity",
     "ListedFile",
+    "PieceWriter",
+    "PiecesLostError",
     "TargetWriter",
     "TransientStorageError",
     "basename",
     "buffered_bytes",
+    "checksum",
     "create_only",
     "delete",
+    "drop_pieces",
     "exists",
     "glob_files",
+    "holds",
     "is_local",
     "join",
     "leftovers",
+    "limited",
     "list_files",
     "make_directory",
     "normalise",
+    "open_pieces",
     "open_reader",
     "open_writer",
     "parent",
     "read_small",
     "stat",
+    "unit_bytes",
     "write_small",
 ]

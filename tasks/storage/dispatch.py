@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+from isal import isal_zlib
 
 from tasks.errors import ErrorKind, ReshardError, error
 from tasks.storage import urls
-from tasks.storage.interface import Backend, ByteReader, FileIdentity, ListedFile, TargetWriter
+from tasks.storage.interface import Backend, ByteReader, FileIdentity, ListedFile, PieceWriter, TargetWriter
 
 # A file that is replaced between its stat and its read is simply read again; a steady stream of changes is an error.
 _SMALL_ATTEMPTS = 4
+# How much of a file is held to check it.
+_CHECKED_BYTES = 16 << 20
 
 
 def stat(url: str) -> FileIdentity:
@@ -64,6 +68,36 @@ def buffered_bytes(url: str, size_bytes: int) -> int:
     return _backend(url).buffered_bytes(size_bytes)
 
 
+def unit_bytes(url: str, size_bytes: int) -> int | None:
+    """Return the unit in which a file of this size can be written piece by piece; None where it cannot."""
+    url = urls.normalise(url)
+    return _backend(url).unit_bytes(size_bytes)
+
+
+def open_pieces(
+    url: str, size_bytes: int, *, place: str, receipts: Sequence[str] | None = None, durable: bool = True
+) -> PieceWriter:
+    """Open a file of known size that several processes write.
+
+    `place` is of this file alone: on a file system the unfinished file itself, else a note of what is on its way. With
+    `receipts`, possibly none, something was written before: raises `PiecesLostError` where it is not there any more.
+    """
+    url = urls.normalise(url)
+    return _backend(url).open_pieces(url, size_bytes, urls.normalise(place), receipts, durable=durable)
+
+
+def holds(place: str, ranges: Sequence[tuple[int, int, int]], receipts: Sequence[str]) -> bool:
+    """Tell whether the (offset, length, CRC32) that were written piece by piece are there, byte for byte."""
+    place = urls.normalise(place)
+    return _backend(place).holds(place, ranges, receipts)
+
+
+def drop_pieces(place: str) -> None:
+    """Forget a file that was to be written piece by piece; one that was committed stays."""
+    place = urls.normalise(place)
+    _backend(place).drop_pieces(place)
+
+
 def read_small(url: str) -> bytes:
     """Read a whole small file in one state."""
     url = urls.normalise(url)
@@ -74,6 +108,18 @@ def read_small(url: str) -> bytes:
             if cause.problems[0].reference != "source-changed":
                 raise
     return _read_whole(url)
+
+
+def checksum(identity: FileIdentity) -> int:
+    """Return the CRC32 of a whole file, read in bounded pieces."""
+    crc32 = 0
+    buffer = memoryview(bytearray(min(_CHECKED_BYTES, identity.size_bytes)))
+    with open_reader(identity) as reader:
+        for begin in range(0, identity.size_bytes, _CHECKED_BYTES):
+            piece = buffer[: min(_CHECKED_BYTES, identity.size_bytes - begin)]
+            reader.read_into(begin, piece)
+            crc32 = isal_zlib.crc32(piece, crc32)
+    return crc32
 
 
 def write_small(url: str, data: bytes, *, durable: bool = True) -> None:
@@ -96,13 +142,14 @@ def delete(url: str) -> None:
     _backend(url).delete(url)
 
 
-def leftovers(url: str) -> tuple[Callable[[], None], ...]:
+def leftovers(url: str, *, places: Sequence[str] = ()) -> tuple[Callable[[], None], ...]:
     """Find what writers that were killed left directly in a directory; calling one of them removes it.
 
     Writers that are still at work cannot be told from dead ones: theirs fail when they commit, and publish nothing.
+    What was written piece by piece, with its note at one of the `places`, is not left over.
     """
     url = urls.normalise(url)
-    return _backend(url).leftovers(url)
+    return _backend(url).leftovers(url, [urls.normalise(place) for place in places])
 
 
 def make_directory(url: str) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -19,7 +19,8 @@ import fsspec.core
 
 from tasks.errors import ErrorKind, error
 from tasks.storage import retry, urls
-from tasks.storage.interface import FileIdentity, ListedFile
+from tasks.storage.interface import FileIdentity, ListedFile, PieceWriter
+from tasks.storage.patience import call
 from tasks.storage.problems import (
     TransientStorageError,
     check_range,
@@ -88,6 +89,20 @@ class GenericBackend:
     def buffered_bytes(self, size_bytes: int) -> int:
         return min(size_bytes, _PIPED_BYTES)
 
+    def unit_bytes(self, size_bytes: int) -> None:
+        return None  # fsspec has no writes by position
+
+    def open_pieces(
+        self, url: str, size_bytes: int, place: str, receipts: Sequence[str] | None, *, durable: bool
+    ) -> PieceWriter:
+        raise NotImplementedError(f"{url} cannot be written piece by piece")
+
+    def holds(self, place: str, ranges: Sequence[tuple[int, int, int]], receipts: Sequence[str]) -> bool:
+        return False
+
+    def drop_pieces(self, place: str) -> None:
+        self.delete(place)
+
     def create_only(self, url: str, data: bytes) -> bool:
         file_system, path = _find(url)
         with _lock, _explained(url, ErrorKind.TARGET):
@@ -105,7 +120,7 @@ class GenericBackend:
         with _lock, _explained(url, ErrorKind.TARGET), contextlib.suppress(FileNotFoundError):
             file_system.rmdir(path) if file_system.isdir(path) else file_system.rm_file(path)
 
-    def leftovers(self, url: str) -> tuple[Callable[[], None], ...]:
+    def leftovers(self, url: str, places: Sequence[str]) -> tuple[Callable[[], None], ...]:
         """Find nothing: files are published in one call, from a spool that is not in the target."""
         return ()
 
@@ -254,7 +269,8 @@ def _check(identity: FileIdentity, found: FileIdentity) -> None:
 def _explained(url: str, kind: ErrorKind) -> Iterator[None]:
     """Turn the OSErrors of a file system into our own; its text is not shown, since it may quote credentials."""
     try:
-        yield
+        with call(url):
+            yield
     except TransientStorageError:
         raise
     except _TRANSIENT as cause:

@@ -5,7 +5,7 @@ Three backends keep these promises: local.py (disks and NFS), s3.py, and generic
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -66,6 +66,23 @@ class TargetWriter(AbstractContextManager["TargetWriter"], Protocol):
         """Drop all that was written; harmless after a commit and when repeated."""
 
 
+class PieceWriter(AbstractContextManager["PieceWriter"], Protocol):
+    """Write units of one file, while other processes write others; the file appears when one of them commits.
+
+    What was written stays when the context is left, so that it can be taken up later. Writers with equal bytes for a
+    unit do not disturb each other.
+    """
+
+    def write(self, offset_bytes: int, buffer: memoryview | bytes) -> None:
+        """Write a copy of the buffer; a unit is written from its beginning to its end, units in any order."""
+
+    def finish(self) -> tuple[str, ...]:
+        """Make what was written here durable; return receipts for the commit."""
+
+    def commit(self, receipts: Sequence[str]) -> FileIdentity:
+        """Make the file appear; `receipts` are those of all units, of this and other writers."""
+
+
 class Backend(Protocol):
     """What a kind of storage must offer; every URL is already normalised."""
 
@@ -81,10 +98,20 @@ class Backend(Protocol):
 
     def buffered_bytes(self, size_bytes: int) -> int: ...
 
+    def unit_bytes(self, size_bytes: int) -> int | None: ...
+
+    def open_pieces(
+        self, url: str, size_bytes: int, place: str, receipts: Sequence[str] | None, *, durable: bool
+    ) -> PieceWriter: ...
+
+    def holds(self, place: str, ranges: Sequence[tuple[int, int, int]], receipts: Sequence[str]) -> bool: ...
+
+    def drop_pieces(self, place: str) -> None: ...
+
     def create_only(self, url: str, data: bytes) -> bool: ...
 
     def delete(self, url: str) -> None: ...
 
-    def leftovers(self, url: str) -> tuple[Callable[[], None], ...]: ...
+    def leftovers(self, url: str, places: Sequence[str]) -> tuple[Callable[[], None], ...]: ...
 
     def make_directory(self, url: str) -> None: ...

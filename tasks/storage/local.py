@@ -7,7 +7,7 @@ import errno
 import functools
 import os
 import stat as stat_module
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tasks.errors import ErrorKind, error
 from tasks.faults import reach
@@ -16,6 +16,7 @@ from tasks.storage.interface import FileIdentity, ListedFile
 from tasks.storage.local_errors import reading, writing
 from tasks.storage.local_reader import LocalReader, identity_of
 from tasks.storage.problems import no_such_directory, no_such_file
+from tasks.storage.unpublished_file import UnpublishedFile, make_directory, sync_directory
 
 # What NFS shows of a file which was deleted while somebody still had it open.
 _NFS_LEFTOVER = ".nfs"
@@ -60,20 +61,35 @@ class LocalBackend:
     def buffered_bytes(self, size_bytes: int) -> int:
         return 0
 
+    def unit_bytes(self, size_bytes: int) -> int:
+        return local_writer.WINDOW_BYTES
+
+    def open_pieces(
+        self, url: str, size_bytes: int, place: str, receipts: Sequence[str] | None, *, durable: bool
+    ) -> local_writer.LocalPieceWriter:
+        return local_writer.LocalPieceWriter(url, size_bytes, place, receipts, durable=durable)
+
+    def holds(self, place: str, ranges: Sequence[tuple[int, int, int]], receipts: Sequence[str]) -> bool:
+        return local_writer.holds(place, ranges)
+
+    def drop_pieces(self, place: str) -> None:
+        self.delete(place)
+
     def create_only(self, url: str, data: bytes) -> bool:
         directory = urls.parent(url)
         with writing(url):
-            local_writer.make_directory(directory)
-            temporary, descriptor = local_writer.open_temporary(directory, urls.basename(url))
+            make_directory(directory)
+            temporary = local_writer.temporary_path(directory, urls.basename(url))
+            file = UnpublishedFile(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, url, durable=True)
             try:
                 try:
-                    local_writer.write_all(descriptor, memoryview(data))
-                    os.fsync(descriptor)
+                    file.write(0, memoryview(data))
+                    file.sync()
                 finally:
-                    os.close(descriptor)
+                    file.close()
                 created = _link(temporary, url)
                 reach("name-taken", url)
-                local_writer.sync_directory(directory)
+                sync_directory(directory)
             finally:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(temporary)
@@ -86,7 +102,7 @@ class LocalBackend:
             else:
                 os.unlink(url)
 
-    def leftovers(self, url: str) -> tuple[Callable[[], None], ...]:
+    def leftovers(self, url: str, places: Sequence[str]) -> tuple[Callable[[], None], ...]:
         if not self.exists(url):
             return ()
         names = [file.name for file in self.list_files(url) if local_writer.is_temporary(file.name)]
@@ -94,7 +110,7 @@ class LocalBackend:
 
     def make_directory(self, url: str) -> None:
         with writing(url):
-            local_writer.make_directory(url)
+            make_directory(url)
 
 
 def _listed(directory: str, entry: os.DirEntry[str]) -> ListedFile | None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tasks.errors import ErrorKind, error
+from tasks.storage.patience import call
 from tasks.storage.problems import TransientStorageError, no_such_file
 
 # What a later attempt can cure: network file systems which went away, devices which answered wrongly once, and tables
@@ -62,7 +63,8 @@ def write_failure(path: str, cause: OSError) -> Exception:
 def reading(path: str) -> Iterator[None]:
     """Turn any OSError inside into the error of reading `path`."""
     try:
-        yield
+        with call(path):
+            yield
     except TransientStorageError:
         raise
     except OSError as cause:
@@ -73,7 +75,8 @@ def reading(path: str) -> Iterator[None]:
 def writing(path: str) -> Iterator[None]:
     """Turn any OSError inside into the error of writing `path`."""
     try:
-        yield
+        with call(path):
+            yield
     except TransientStorageError:
         raise
     except OSError as cause:

@@ -10,6 +10,10 @@ class TransientStorageError(OSError):
     """Storage failed in a way that may pass, and outlived the retries made here: the task may be run again."""
 
 
+class PiecesLostError(Exception):
+    """What was written piece by piece is not there any more: committed by another attempt, or removed."""
+
+
 def no_such_file(url: str) -> ReshardError:
     return error(ErrorKind.SOURCE, "no-such-file", f"{url} does not exist or is not a file", hint="check the name")
 

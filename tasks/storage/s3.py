@@ -6,11 +6,11 @@ s3fs gives configuration, credentials and connections; the requests are ours.
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from typing import Any
 
 from tasks.errors import ErrorKind, ReshardError
-from tasks.storage import s3_client, s3_writer
+from tasks.storage import s3_client, s3_parts, s3_pieces, s3_writer
 from tasks.storage.interface import FileIdentity, ListedFile
 from tasks.storage.problems import no_such_directory, no_such_file, source_changed
 from tasks.storage.s3_reader import S3Reader
@@ -48,7 +48,21 @@ class S3Backend:
         return s3_writer.S3Writer(url, size_bytes)
 
     def buffered_bytes(self, size_bytes: int) -> int:
-        return s3_writer.buffered_bytes(size_bytes)
+        return s3_parts.buffered_bytes(size_bytes)
+
+    def unit_bytes(self, size_bytes: int) -> int:
+        return s3_parts.part_bytes(size_bytes)
+
+    def open_pieces(
+        self, url: str, size_bytes: int, place: str, receipts: Sequence[str] | None, *, durable: bool
+    ) -> s3_pieces.S3PieceWriter:
+        return s3_pieces.S3PieceWriter(url, size_bytes, place, receipts)
+
+    def holds(self, place: str, ranges: Sequence[tuple[int, int, int]], receipts: Sequence[str]) -> bool:
+        return s3_pieces.holds(place, receipts)
+
+    def drop_pieces(self, place: str) -> None:
+        s3_pieces.drop(place)
 
     def create_only(self, url: str, data: bytes) -> bool:
         return s3_writer.create_only(url, data)
@@ -57,8 +71,9 @@ class S3Backend:
         bucket, key = s3_client.split(url)
         s3_client.run(s3_client.call, "delete_object", url, ErrorKind.TARGET, Bucket=bucket, Key=key)
 
-    def leftovers(self, url: str) -> tuple[Callable[[], None], ...]:
-        return s3_client.run(_uploads, url)
+    def leftovers(self, url: str, places: Sequence[str]) -> tuple[Callable[[], None], ...]:
+        notes = [note for place in places if (note := s3_pieces.read_note(place))]
+        return s3_client.run(_uploads, url, {note["upload_id"] for note in notes})
 
     def make_directory(self, url: str) -> None:
         """Do nothing: a prefix is there with its first object."""
@@ -81,8 +96,8 @@ async def _pages(url: str, **arguments: Any) -> AsyncIterator[dict[str, Any]]:
         arguments["ContinuationToken"] = page["NextContinuationToken"]
 
 
-async def _uploads(url: str) -> tuple[Callable[[], None], ...]:
-    """Find the uploads to keys directly below a prefix that nobody has ended."""
+async def _uploads(url: str, noted: Collection[str]) -> tuple[Callable[[], None], ...]:
+    """Find the uploads to keys directly below a prefix that nobody has ended or noted."""
     bucket, key = s3_client.split(url)
     prefix = f"{key}/" if key else ""
     place = {"Bucket": bucket, "Prefix": prefix, "Delimiter": "/"}
@@ -93,6 +108,7 @@ async def _uploads(url: str) -> tuple[Callable[[], None], ...]:
         found += [
             functools.partial(_abort, f"{url}/{each['Key'][len(prefix) :]}", str(each["UploadId"]))
             for each in page.get("Uploads", ())
+            if str(each["UploadId"]) not in noted
         ]
         if not page.get("IsTruncated") or "NextKeyMarker" not in page:
             return tuple(found)

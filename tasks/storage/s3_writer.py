@@ -7,15 +7,9 @@ creation was answered but the answer lost; a life-cycle rule of the bucket remov
 
 from __future__ import annotations
 
-import asyncio
-import base64
 import contextlib
-import hashlib
 import io
 import uuid
-from collections import deque
-from collections.abc import Coroutine
-from concurrent.futures import CancelledError, Future
 from types import TracebackType
 from typing import Any, Self
 
@@ -23,63 +17,32 @@ from tasks.errors import ErrorKind, ReshardError
 from tasks.storage import s3_client, s3_errors
 from tasks.storage.interface import FileIdentity
 from tasks.storage.problems import TransientStorageError, check_room, check_whole
+from tasks.storage.s3_parts import PartSender, checksummed, completion, part_bytes
 
-_MIB = 1 << 20
-# Parts of 8 MiB keep four buffers small. S3 takes 10,000 parts; staying below leaves room for stores that count
-# otherwise.
-_SMALLEST_WINDOW_BYTES = 8 * _MIB
-_MOST_PARTS = 9500
-_PARTS_IN_FLIGHT = 3
 # The metadata by which a writer knows its own object again after an answer was lost.
 WRITER_KEY = "writer"
-
-
-def window_bytes(size_bytes: int) -> int:
-    """Return the size of a part.
-
-    >>> window_bytes(1) // _MIB, window_bytes(100_000 * _MIB) // _MIB
-    (8, 11)
-    """
-    even = -(-size_bytes // _MOST_PARTS)
-    return max(_SMALLEST_WINDOW_BYTES, -(-even // _MIB) * _MIB)
-
-
-def buffered_bytes(size_bytes: int) -> int:
-    """Return how much a writer holds at most: the parts in flight and the one that fills."""
-    return min(size_bytes, (_PARTS_IN_FLIGHT + 1) * window_bytes(size_bytes))
-
-
-def checksummed(body: io.BytesIO) -> dict[str, Any]:
-    """Return the arguments for a body; MD5 is the one checksum which every compatible store checks."""
-    with body.getbuffer() as view:
-        digest = hashlib.md5(view, usedforsecurity=False).digest()
-    return {"Body": body, "ContentMD5": base64.b64encode(digest).decode()}
 
 
 class S3Writer:
     """Write one object with at most four windows in memory."""
 
     def __init__(self, url: str, size_bytes: int) -> None:
-        self.window_bytes = window_bytes(size_bytes)
+        self.window_bytes = part_bytes(size_bytes)
         self._url = url
-        self._bucket, self._key = s3_client.split(url)
-        self._object = {"Bucket": self._bucket, "Key": self._key}
         self._size_bytes = size_bytes
         self._written_bytes = 0
         self._token = uuid.uuid4().hex
         self._upload_id = ""
-        self._window = io.BytesIO()
-        self._free: list[io.BytesIO] = []
-        self._in_flight: deque[tuple[io.BytesIO, Future[Any]]] = deque()
-        self._parts: list[dict[str, Any]] = []
+        self._sender = PartSender(url)
+        self._window = self._sender.buffer()
         self._ended = False
 
     def write(self, buffer: memoryview | bytes) -> None:
         view = memoryview(buffer).cast("B")
         check_room(self._url, self._size_bytes, self._written_bytes, len(view))
-        self._written_bytes += len(view)
         while view:
             count = self._window.write(view[: self.window_bytes - self._window.tell()])
+            self._written_bytes += count
             view = view[count:]
             if self._window.tell() == self.window_bytes and self._size_bytes > self.window_bytes:
                 self._send_part()
@@ -94,15 +57,11 @@ class S3Writer:
         if self._ended:
             return
         self._ended = True
-        for _, part in self._in_flight:
-            part.cancel()
-        for _, part in self._in_flight:
-            with contextlib.suppress(ReshardError, TransientStorageError, CancelledError):
-                part.result()
+        self._sender.cancel()
         if self._upload_id:
             # What is left after this fails as well, the store's life-cycle rule removes; the first error is the news.
             with contextlib.suppress(ReshardError, TransientStorageError):
-                self._call("abort_multipart_upload", UploadId=self._upload_id)
+                object_call("abort_multipart_upload", self._url, UploadId=self._upload_id)
 
     def __enter__(self) -> Self:
         return self
@@ -116,56 +75,46 @@ class S3Writer:
         raise TypeError("a writer belongs to its process")
 
     def _put(self) -> FileIdentity:
-        answer = self._call("put_object", Metadata={WRITER_KEY: self._token}, **checksummed(self._window))
+        self._window.truncate()
+        answer = object_call("put_object", self._url, Metadata={WRITER_KEY: self._token}, **checksummed(self._window))
         return FileIdentity(self._url, self._size_bytes, str(answer["ETag"]))
 
     def _send_part(self) -> None:
-        if not self._upload_id:
-            answer = self._call("create_multipart_upload", Metadata={WRITER_KEY: self._token})
-            self._upload_id = str(answer["UploadId"])
-        while len(self._in_flight) >= _PARTS_IN_FLIGHT:
-            self._wait_for_part()
-        number = len(self._parts) + len(self._in_flight) + 1
-        part = asyncio.run_coroutine_threadsafe(
-            self._request("upload_part", UploadId=self._upload_id, PartNumber=number, **checksummed(self._window)),
-            s3_client.loop(),
-        )
-        self._in_flight.append((self._window, part))
-        self._window = self._free.pop() if self._free else io.BytesIO()
-
-    def _wait_for_part(self) -> None:
-        window, part = self._in_flight.popleft()
-        tag = str(part.result()["ETag"])
-        self._parts.append({"PartNumber": len(self._parts) + 1, "ETag": tag})
-        window.seek(0)
-        self._free.append(window)
+        self._upload_id = self._upload_id or create_upload(self._url, self._token)
+        number = -(-self._written_bytes // self.window_bytes)
+        self._sender.send(self._upload_id, number, self._window)
+        self._window = self._sender.buffer()
 
     def _complete(self) -> FileIdentity:
         if self._window.tell():
-            self._window.truncate()
             self._send_part()
-        while self._in_flight:
-            self._wait_for_part()
-        try:
-            self._call("complete_multipart_upload", UploadId=self._upload_id, MultipartUpload={"Parts": self._parts})
-        except ReshardError as cause:
-            # After a lost answer a store may no longer know the upload. The object tells whether it is this one.
-            if self._head().get("Metadata", {}).get(WRITER_KEY) != self._token:
-                raise cause from None
-        found = self._head()
-        if found["ContentLength"] != self._size_bytes:
-            raise TransientStorageError(f"{self._url}: {found['ContentLength']} of {self._size_bytes} bytes stored")
-        return FileIdentity(self._url, self._size_bytes, str(found["ETag"]))
+        self._sender.drain()
+        return complete_upload(self._url, self._upload_id, self._token, self._sender.tags, self._size_bytes)
 
-    def _head(self) -> dict[str, Any]:
-        found: dict[str, Any] = self._call("head_object")
-        return found
 
-    def _call(self, method: str, **arguments: Any) -> Any:
-        return s3_client.run(self._request, method, **arguments)
+def object_call(method: str, url: str, **arguments: Any) -> Any:
+    """Make a request about the object at `url`."""
+    bucket, key = s3_client.split(url)
+    return s3_client.run(s3_client.call, method, url, ErrorKind.TARGET, Bucket=bucket, Key=key, **arguments)
 
-    def _request(self, method: str, **arguments: Any) -> Coroutine[Any, Any, Any]:
-        return s3_client.call(method, self._url, ErrorKind.TARGET, **self._object, **arguments)
+
+def create_upload(url: str, token: str) -> str:
+    """Begin a multipart upload; return its id."""
+    return str(object_call("create_multipart_upload", url, Metadata={WRITER_KEY: token})["UploadId"])
+
+
+def complete_upload(url: str, upload_id: str, token: str, tags: dict[int, str], size_bytes: int) -> FileIdentity:
+    """Make the object appear."""
+    try:
+        object_call("complete_multipart_upload", url, UploadId=upload_id, MultipartUpload=completion(tags))
+    except ReshardError as cause:
+        # After a lost answer a store may no longer know the upload. The object tells whether it is this one.
+        if object_call("head_object", url).get("Metadata", {}).get(WRITER_KEY) != token:
+            raise cause from None
+    found = object_call("head_object", url)
+    if found["ContentLength"] != size_bytes:
+        raise TransientStorageError(f"{url}: {found['ContentLength']} of {size_bytes} bytes stored")
+    return FileIdentity(url, size_bytes, str(found["ETag"]))
 
 
 def create_only(url: str, data: bytes) -> bool:

@@ -6,11 +6,18 @@ import os
 import shutil
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
+Result = TypeVar("Result")
+
 _BLOCK_BYTES = 4 << 20
+# What a virtual machine has given back of its free memory, where its kernel tells it.
+_RETURNED_KIB = Path("/sys/module/page_reporting/parameters/reported_kib")
+_MOST_TRIES = 8
 
 
 def settle(source: Path, *targets: Path) -> None:
@@ -25,6 +32,25 @@ def settle(source: Path, *targets: Path) -> None:
         with file.open("rb", buffering=0) as stream:
             while stream.readinto(block):
                 pass
+
+
+def undisturbed(prepare: Callable[[], None], work: Callable[[], Result]) -> tuple[Result, int]:
+    """Return what `work` does, and how often it was done once more, because the host took memory from it meanwhile.
+
+    Some virtual machines give free memory back to their host every few seconds. What then needs it waits for the host:
+    up to twice the time, for cp and for us, whoever runs at that moment.
+    """
+    for again in range(_MOST_TRIES):
+        prepare()
+        before = _returned_kib()
+        result = work()
+        if _returned_kib() == before:
+            return result, again
+    return result, _MOST_TRIES
+
+
+def _returned_kib() -> int:
+    return int(_RETURNED_KIB.read_text()) if _RETURNED_KIB.exists() else 0
 
 
 def touch_memory(num_bytes: int) -> None:

@@ -65,6 +65,7 @@ def table(measured: Measured, found: Sequence[Goal]) -> str:
     lines += [f"{name:52} {number / 1e6:7.0f}" for name, number in measured.bytes.items()]
     lines += ["", *(f"{name}: {fact}" for name, fact in measured.facts.items())]
     lines += ["", f"load average after each round: {', '.join(map(str, measured.loads))}"]
+    lines += [f"measured again, because the machine's host took memory away meanwhile: {measured.repeated}"]
     lines += ["ratios are medians of the ratios within rounds; `ours` is the work of the three kinds of tasks", ""]
     lines += [
         f"{'pass' if goal.is_met else 'MISS'}  {goal.name}: {goal.value:.2f} (at most {goal.limit:g})" for goal in found

@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.status import status
 from tasks import storage
-from tasks.faults import DRIVER_POINTS, POINTS, WORKER_POINTS
+from tasks.faults import DRIVER_POINTS, WORKER_POINTS
 from tests.faults.children import Job
 from tests.faults.targets import NUM_FILES, OPTIONS, SOURCE, Reader, leftovers, num_records, published
 from tests.running import reshard_here
@@ -18,12 +18,12 @@ from tests.servers import S3Server
 
 # (point, how often it is reached before the kill): a row for each kind of thing that a crash can leave behind
 MOMENTS = [
-    *[(point, 1) for point in POINTS if point != "old-manifest-removed"],
+    *[(point, 1) for point in WORKER_POINTS + DRIVER_POINTS if point != "old-manifest-removed"],
     ("source-indexed", 3),
     ("slice-planned", 2),
     ("plan-saved", 2),
-    ("window-written", 7),
-    ("window-written", 40),
+    ("window-written", 3),
+    ("window-written", NUM_FILES),
     ("file-written", 4),
     ("file-committed", 4),
     ("record-written", 4),
@@ -34,7 +34,7 @@ DONE = {("manifest-written", 1), ("name-taken", 2)}
 S3_MOMENTS = [
     ("lease-taken", 1),
     ("folder-opened", 1),
-    ("window-written", 40),
+    ("window-written", 4),
     ("file-written", 3),
     ("file-committed", 3),
     ("files-finished", 1),

@@ -16,13 +16,13 @@ from tests.faults.programs import command, start, told_by
 from tests.faults.targets import NUM_FILES, WORDS, Reader, leftovers, num_records, published
 from tests.servers import S3Server
 
-KILLS = [*((point, 1) for point in WORKER_POINTS), ("window-written", 30), ("file-committed", NUM_FILES)]
+KILLS = [*((point, 1) for point in WORKER_POINTS), ("window-written", 4), ("file-committed", NUM_FILES)]
 OTHERS = {
-    "passes": ("window-written:raise:20",),
+    "passes": ("window-written:raise:3",),
     "passes twice": ("file-written:raise:2", "record-written:raise:3"),
     "stays": ("file-written:raise:always",),
     "crashes for ever": ("file-committed:kill:always",),
-    "cannot be mended": ("window-written:fail:20",),
+    "cannot be mended": ("window-written:fail:3",),
     "cannot be planned": ("slice-planned:raise:always",),
 }
 AGAIN = ("stays", "crashes for ever", "cannot be mended", "cannot be planned")
@@ -134,7 +134,7 @@ def test_a_failure_before_the_first_write_leaves_no_target(
 def test_killed_workers_on_s3(
     s3_bucket: str, s3_server: S3Server, tmp_path: Path, undisturbed: dict[str, bytes]
 ) -> None:
-    points = ("window-written:kill:30", "file-written:kill:3", "file-committed:kill:2", "record-written:kill:4")
+    points = ("window-written:kill:4", "file-written:kill:3", "file-committed:kill:2", "record-written:kill:4")
     words = [WORDS[0], f"{s3_bucket}/out", *WORDS[1:]]
     cases = [{"name": "all", "faults": points, "words": words}]
     seen = told_by("tests.faults.sessions", tmp_path, text=json.dumps(cases), **s3_server.environment())["all"]
@@ -143,7 +143,7 @@ def test_killed_workers_on_s3(
     assert published(f"{s3_bucket}/out") == undisturbed
 
 
-@pytest.mark.parametrize("fault", ["files-finished:kill:1", "window-written:pause:40"])
+@pytest.mark.parametrize("fault", ["files-finished:kill:1", "window-written:pause:4"])
 def test_a_killed_driver_takes_its_workers_along_and_the_same_command_finishes(
     fault: str, tmp_path: Path, undisturbed: dict[str, bytes]
 ) -> None:

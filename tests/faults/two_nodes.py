@@ -73,7 +73,7 @@ class Death(threading.Thread):
 
 def one_run(faults: Path, target: str, *, silent_only: bool) -> dict[str, object]:
     """Reshard while a machine dies."""
-    (faults / "window-written:pause:30").touch()
+    (faults / "window-written:pause:4").touch()
     death = Death(faults, silent_only=silent_only)
     death.start()
     began = time.monotonic()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,10 +14,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tasks.checksums import Ledger
+from tasks.file_stream import FileStream
 from tasks.gather import Gatherer
 from tasks.plan import plan_slice, rows_of_file
 from tasks.reader_pool import ReaderPool
-from tasks.write_target_shard import _stream, plan_file, write_target_shard
+from tasks.target_file import plan_file
+from tasks.write_target_shard import Destination, stream_units, write_target_shard
 from tests.oracle import (
     Layout,
     Model,
@@ -186,31 +188,16 @@ def test_the_order_of_nodes_makes_no_difference(journey: tuple[Model, list[Layou
         assert file_bytes(folder / "shuffled") == file_bytes(folder / "b")
 
 
-class MemoryWriter:
-    """Takes what is streamed."""
-
-    window_bytes = 1 << 20
-
-    def __init__(self) -> None:
-        self._stream = io.BytesIO()
-
-    def write(self, buffer: memoryview | bytes) -> None:
-        self._stream.write(buffer)
-
-    @property
-    def written(self) -> bytes:
-        return self._stream.getvalue()
-
-
 @quick
 @given(
     journeys(2),
     st.sampled_from([8, 16, 24, 56, 128, 1000, 65536]),
+    st.sampled_from([8, 64, 1024, 65536]),
     st.sampled_from([8, 16, 40, 96, 512, 4096]),
     st.sampled_from(["", "float32", "bfloat16"]),
 )
 def test_windows_and_scratch_of_any_size_give_the_same_bytes(
-    journey: tuple[Model, list[Layout]], window: int, scratch: int, dtype: str
+    journey: tuple[Model, list[Layout]], window: int, unit: int, scratch: int, dtype: str
 ) -> None:
     model, (first, second) = journey
     spec = replace(model.spec, tame=True)
@@ -228,9 +215,15 @@ def test_windows_and_scratch_of_any_size_give_the_same_bytes(
                     layout, bodies = plan_file(
                         plan.source, plan.target, mp, dp, str(path), rows_of_file(table, dp), readers
                     )
-                    writer = MemoryWriter()
-                    _stream(layout, bodies, writer, Gatherer(readers, scratch), window, str(path))
-                assert writer.written == path.read_bytes()
+                    written = bytearray(layout.size_bytes)
+                    made = FileStream(layout, bodies, Gatherer(readers, scratch), Ledger())
+
+                    def put(at: int, view: memoryview, written: bytearray = written) -> None:
+                        written[at : at + len(view)] = view
+
+                    units = range(0, layout.size_bytes, unit)
+                    stream_units(made, layout.size_bytes, units, unit, window, put)
+                assert written == path.read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -248,7 +241,8 @@ def test_a_budget_of_64_kib_windows_gives_the_same_bytes(
         table, _ = plan_slice(plan.source, plan.target, mp)
         name = name_of("reshard", second, mp, dp)
         url = str(tmp_path / "small" / name)
-        write_target_shard(plan.source, plan.target, mp, dp, url, str(tmp_path / "temporary"), 1, False, table)
+        to = Destination(url, str(tmp_path / "temporary"), memory_bytes=1, durable=False)
+        write_target_shard(plan.source, plan.target, mp, dp, to, table)
         assert Path(url).read_bytes() == (tmp_path / "b" / name).read_bytes()
     assert list((tmp_path / "temporary").iterdir()) == []
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import pickle
 import threading
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -78,6 +79,55 @@ class StorageContract:
         writer.abort()
         assert len(names) <= 1
         assert not storage.exists(storage.join(root, "large.pt"))
+
+    def test_a_file_is_written_in_pieces_by_several_writers(self, root: str) -> None:
+        url, place = storage.join(root, "large.pt"), storage.join(root, "places", "large")
+        data = os.urandom(self.large_bytes)
+        unit = storage.unit_bytes(url, len(data))
+        if unit is None:
+            with pytest.raises(NotImplementedError):
+                storage.open_pieces(url, len(data), place=place)
+            return
+        units = [(at, memoryview(data)[at : at + unit]) for at in range(0, len(data), unit)]
+        with storage.open_pieces(url, len(data), place=place) as second:
+            with storage.open_pieces(url, len(data), place=place) as first:
+                first.write(*units[1])
+                first_receipts = first.finish()
+            for at, view in reversed(units[2:]):
+                second.write(at, view[: len(view) // 3])
+                second.write(at + len(view) // 3, view[len(view) // 3 :])
+            receipts = (*first_receipts, *second.finish())
+        assert not storage.exists(url)
+        ranges = [(at, len(view), zlib.crc32(view)) for at, view in units[1:]]
+        assert storage.holds(place, ranges, receipts)
+        assert storage.leftovers(root, places=[place]) == ()
+        with storage.open_pieces(url, len(data), place=place, receipts=receipts) as last:
+            last.write(*units[0])
+            identity = last.commit((*receipts, *last.finish()))
+        assert identity == storage.stat(url)
+        assert storage.read_small(url) == data
+        assert not storage.holds(place, ranges, receipts)
+        with pytest.raises(storage.PiecesLostError):
+            storage.open_pieces(url, len(data), place=place, receipts=receipts)
+        storage.drop_pieces(place)
+        assert storage.read_small(url) == data
+        assert storage.leftovers(root) == ()
+
+    def test_pieces_that_are_dropped_are_gone(self, root: str) -> None:
+        url, place = storage.join(root, "large.pt"), storage.join(root, "places", "large")
+        if (unit := storage.unit_bytes(url, self.large_bytes)) is None:
+            return
+        with storage.open_pieces(url, self.large_bytes, place=place) as writer:
+            writer.write(0, bytes(unit))
+            receipts = writer.finish()
+        assert storage.holds(place, [(0, unit, zlib.crc32(bytes(unit)))], receipts)
+        for _ in range(2):
+            storage.drop_pieces(place)
+            assert not storage.holds(place, [(0, unit, zlib.crc32(bytes(unit)))], receipts)
+        assert storage.leftovers(root) == ()
+        with storage.open_pieces(url, self.large_bytes, place=place) as writer:
+            assert not storage.exists(url)
+        storage.drop_pieces(place)
 
     def test_writes_of_whole_windows_are_exact(self, root: str, temporary: str) -> None:
         url = storage.join(root, "windows.pt")

@@ -1,0 +1,96 @@
+"""What a node leaves behind when it has finished, and whether it still holds: a rerun does only what has no record.
+
+A record is trusted only where the bytes behind it are still those it was written for.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any, TypeVar
+
+from isal import isal_zlib
+
+from tasks import storage
+from tasks.checksums import Range
+from tasks.errors import ReshardError
+from tasks.storage import FileIdentity
+from tasks.write_target_shard import PieceResult, ShardResult
+
+Result = TypeVar("Result", ShardResult, PieceResult)
+
+
+def record_of(plan_id: str, result: ShardResult | PieceResult) -> bytes:
+    """Make a completion record. What was read for it is in it: a rerun must still check the source."""
+    return json.dumps({"plan_id": plan_id, **asdict(result)}).encode()
+
+
+def finished_before(paths: Mapping[str, str]) -> ShardResult | None:
+    """Return the result of an earlier run whose record holds: same plan, and the file still has its checksum."""
+    result = _recorded(paths["record"], paths["plan_id"], ShardResult)
+    identity = _identity(paths["file"])
+    if result is None or identity is None or identity.size_bytes != result.size_bytes:
+        return None
+    return replace(result, kept=True) if storage.checksum(identity) == result.crc32 else None
+
+
+def may_be_finished(paths: Mapping[str, str]) -> bool:
+    """Tell, without reading it, whether a file seems to be finished."""
+    result = _recorded(paths["record"], paths["plan_id"], ShardResult)
+    identity = _identity(paths["file"]) if result else None
+    return result is not None and identity is not None and identity.size_bytes == result.size_bytes
+
+
+def piece_record(paths: Mapping[str, str], number: int, count: int) -> str:
+    """Name the record of a piece."""
+    return f"{paths['record'].removesuffix('.json')}.piece-{number}-of-{count}.json"
+
+
+def piece_of(record_name: str) -> tuple[str, int, int] | None:
+    """Return the file, number and count that the name of a piece's record tells; None for other names.
+
+    >>> piece_of("a-model_part-0.pt.piece-3-of-8.json")
+    ('a-model_part-0.pt', 3, 8)
+    """
+    found = re.fullmatch(r"(.*)\.piece-(\d+)-of-(\d+)\.json", record_name)
+    return (found[1], int(found[2]), int(found[3])) if found else None
+
+
+def piece_finished_before(paths: Mapping[str, str], record: str) -> PieceResult | None:
+    """Return the result of an earlier run whose bytes are still there, in the unfinished or the published file."""
+    result = _recorded(record, paths["plan_id"], PieceResult)
+    if result is None:
+        return None
+    if not storage.holds(paths["place"], [unit[1:] for unit in result.written], result.receipts):
+        identity = _identity(paths["file"])
+        if identity is None or identity.size_bytes != result.size_bytes or not _has(identity, result.written):
+            return None
+    return replace(result, kept=True, bytes_read=0, num_requests=0)
+
+
+def _has(identity: FileIdentity, ranges: tuple[Range, ...]) -> bool:
+    with storage.open_reader(identity) as reader:
+        return all(isal_zlib.crc32(reader.read(begin, length)) == crc32 for _, begin, length, crc32 in ranges)
+
+
+def _recorded(record: str, plan_id: str, kind: type[Result]) -> Result | None:
+    try:
+        told = json.loads(storage.read_small(record))
+        if told.pop("plan_id") != plan_id:
+            return None
+        return kind(**{name: _as_tuples(value) for name, value in told.items()})
+    except (ReshardError, ValueError, TypeError, KeyError, AttributeError):
+        return None  # none, a torn one, or one of another version: the work is done again
+
+
+def _as_tuples(value: Any) -> Any:
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
+
+
+def _identity(url: str) -> FileIdentity | None:
+    try:
+        return storage.stat(url)
+    except ReshardError:
+        return None

@@ -1,0 +1,181 @@
+"""Large files, written in pieces: killed anywhere, and only what has no record is done again."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.status import in_words, status
+from tasks import storage
+from tests.benchmarks.make_checkpoint import make_checkpoint
+from tests.benchmarks.model_shape import ModelShape
+from tests.faults.children import Job
+from tests.faults.programs import told_by
+from tests.faults.targets import leftovers, published
+from tests.running import reshard_here
+from tests.servers import S3Server
+
+OPTIONS: dict[str, Any] = {"mp": 1, "dp": 1, "flat": False, "keep_state": False, "piece_bytes": 8 << 20}
+# Of 28 MiB: eight units, four pieces.
+SHAPE = ModelShape(layers=4, embed=512, inner=2048, heads=8, vocabulary=2048)
+# (point, how often it is reached before the kill): each state that a file in pieces can be in
+MOMENTS = [
+    ("window-written", 1),
+    ("window-written", 4),
+    ("piece-written", 1),
+    ("piece-written", 3),
+    ("piece-recorded", 4),
+    ("piece-recorded", 1),
+    ("file-written", 1),
+    ("file-committed", 1),
+    ("record-written", 1),
+    ("files-finished", 1),
+]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("large") / "source"
+    make_checkpoint(folder, SHAPE, 2, 4)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The same target, written whole."""
+    folder = tmp_path_factory.mktemp("whole")
+    reshard_here(source, folder, **{**OPTIONS, "piece_bytes": 1 << 30})
+    return published(folder)
+
+
+def records(target: Path | str) -> set[str]:
+    folder = storage.join(str(target), ".reshard", "records")
+    return {file.name for file in storage.list_files(folder)} if storage.exists(folder) else set()
+
+
+def result_of(said: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(said[said.index("{\n") :])
+    return found
+
+
+def test_pieces_make_the_same_file_and_leave_nothing_else(
+    source: Path, whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    code, said = Job(source, tmp_path / "out", tmp_path, OPTIONS).run()
+    assert code == 0, said
+    assert published(tmp_path / "out") == whole
+    assert [name for name in records(tmp_path / "out") if ".piece-" in name] == []
+    assert list((tmp_path / "out" / ".reshard" / "pieces").iterdir()) == []
+    assert result_of(said)["bytes_written"] == sum(map(len, whole.values())) - len(whole["manifest.json"])
+
+
+@pytest.mark.parametrize(("point", "count"), MOMENTS)
+def test_a_killed_run_writes_only_the_pieces_that_have_no_record(
+    point: str, count: int, source: Path, whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    target = tmp_path / "out"
+    job = Job(source, target, tmp_path, OPTIONS)
+    job.plan(point, "kill", count)
+    assert job.run()[0] == -signal.SIGKILL
+    assert not (target / "manifest.json").exists()
+    pieces = [name for name in records(target) if ".piece-" in name]
+    told = status(str(target))
+    assert (told["state"], told["to_do"] == []) == ("stopped", point in ("record-written", "files-finished"))
+    if pieces and told["to_do"]:
+        assert f"({len(pieces)} of 4 pieces are there)" in in_words(told)
+    code, said = job.run()
+    assert code == 0, said
+    assert published(target) == whole
+    assert leftovers(target) == []
+    assert list((target / ".reshard" / "pieces").iterdir()) == []
+    result = result_of(said)
+    size = len(whole[next(name for name in whole if name.endswith(".pt"))])
+    if told["to_do"]:
+        # Each piece leaves at most two units to the node of the file.
+        assert size - result["bytes_written"] >= len(pieces) * ((8 << 20) - 2 * (4 << 20))
+        assert ("were written already" in said) == bool(pieces and result["bytes_written"] < size)
+    else:
+        assert (result["kept"], result["bytes_written"]) == (1, 0)
+
+
+@pytest.mark.parametrize("damage", ["bit", "short", "gone", "record"])
+def test_a_piece_whose_bytes_are_not_those_of_its_record_is_written_again(
+    damage: str, source: Path, whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    target = tmp_path / "out"
+    job = Job(source, target, tmp_path, OPTIONS)
+    job.plan("piece-recorded", "kill", 3)
+    assert job.run()[0] == -signal.SIGKILL
+    (unfinished,) = (target / ".reshard" / "pieces").iterdir()
+    first = next((target / ".reshard" / "records").glob("*.piece-0-of-4.json"))
+    if damage == "bit":
+        with unfinished.open("r+b") as file:
+            file.seek(5_000_000)
+            byte = file.read(1)
+            file.seek(5_000_000)
+            file.write(bytes([byte[0] ^ 1]))
+    elif damage == "short":
+        with unfinished.open("r+b") as file:
+            file.truncate(6_000_000)
+    elif damage == "gone":
+        unfinished.unlink()
+    else:
+        first.write_bytes(first.read_bytes()[:-10])
+    code, said = job.run()
+    assert code == 0, said
+    assert published(target) == whole
+    assert result_of(said)["bytes_written"] > 8 << 20
+
+
+def test_another_plan_forgets_the_pieces(source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    job = Job(source, target, tmp_path, OPTIONS)
+    job.plan("piece-recorded", "kill", 2)
+    assert job.run()[0] == -signal.SIGKILL
+    reshard_here(source, target, mp=2, dp=2, overwrite=True)
+    assert list((target / ".reshard" / "pieces").iterdir()) == []
+    assert [name for name in records(target) if ".piece-" in name] == []
+
+
+def test_killed_workers_of_pieces(source: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
+    options = ["--mp", "1", "--dp", "1", "--layout", "unflat", "--state", "drop", "--piece", "8MiB"]
+    points = ("window-written", "piece-recorded", "file-committed")
+    words = {point: [str(source), str(tmp_path / "out" / point), *options] for point in points}
+    cases = [{"name": point, "faults": [f"{point}:kill:1"], "words": words[point]} for point in points]
+    (tmp_path / "faults").mkdir()
+    told = told_by("tests.faults.sessions", tmp_path / "faults", text=json.dumps(cases))
+    for point in points:
+        seen = told[point]
+        assert seen["code"] == 0, seen["said"]
+        assert seen["happened"] == [f"{point}:happened"]
+        assert published(tmp_path / "out" / point) == whole
+
+
+@pytest.mark.parametrize(("point", "count"), [*MOMENTS[1:9:2], ("piece-recorded", 3)])
+def test_a_killed_run_into_s3_goes_on_with_its_upload(
+    point: str,
+    count: int,
+    source: Path,
+    whole: dict[str, bytes],
+    tmp_path: Path,
+    s3_bucket: str,
+    s3_server: S3Server,
+) -> None:
+    target = f"{s3_bucket}/out"
+    job = Job(source, target, tmp_path, OPTIONS, s3_server.environment())
+    job.plan(point, "kill", count)
+    assert job.run()[0] == -signal.SIGKILL
+    pieces = [name for name in records(target) if ".piece-" in name]
+    code, said = job.run()
+    assert code == 0, said
+    assert published(target) == whole
+    assert storage.leftovers(target) == ()
+    assert not storage.exists(f"{target}/.reshard/pieces")
+    result = result_of(said)
+    size = len(whole[next(name for name in whole if name.endswith(".pt"))])
+    if pieces:
+        assert ("were written already" in said) == (0 < result["bytes_written"] < size)
