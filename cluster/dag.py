@@ -33,6 +33,8 @@ class Node:
     "passed first; small, or a handle made by `share`"
     needs: tuple[str, ...] = ()
     "ids of nodes whose payloads are passed after the arguments, in this order"
+    smaller: tuple[object, ...] | None = None
+    "the arguments of the one more attempt after a worker was killed because its machine ran out of memory"
     cost_bytes: int = 0
     "what it counts against the bound on bytes in flight"
     priority: int = 0

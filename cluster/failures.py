@@ -2,6 +2,7 @@
 
     NodeFailed        one node failed for good; its `cause` is the original exception where that can travel
     Interrupted       a stop was asked for
+    OutOfMemory       a machine ran out of memory, and again when the node was asked to take less
     RemoteFailure     stands for an exception that does not survive pickling
 
 >>> RetryPolicy(retryable_exceptions=(ConnectionError,)).is_retryable(ConnectionResetError())
@@ -65,11 +66,16 @@ class Interrupted(Exception):  # noqa: N818
         return f"stopped on request: {self.num_finished} nodes finished, {self.num_unfinished} did not"
 
 
+class OutOfMemory(Exception):  # noqa: N818
+    """Ray killed the node's worker to save its machine, and the worker of its second attempt as well."""
+
+
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
     """What is tried again, how often, after how long.
 
-    A crashed worker, a dead machine, a worker killed for memory and a lost payload are always worth another attempt.
+    A crashed worker, a dead machine and a lost payload are always worth another attempt; a worker killed for memory is
+    worth one.
     """
 
     retryable_exceptions: tuple[type[Exception], ...] = ()

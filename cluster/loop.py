@@ -28,8 +28,8 @@ from typing import Any, Self
 
 from cluster.dag import Frontier, Node, check_dag
 from cluster.events import Event, EventKind, ignore
-from cluster.failures import Interrupted, NodeFailed, RetryPolicy
-from cluster.losses import is_lost_by_ray, lost_needs
+from cluster.failures import Interrupted, NodeFailed, OutOfMemory, RetryPolicy
+from cluster.losses import holds_error, is_lost_by_ray, is_out_of_memory, lost_needs
 from cluster.resources import TaskResources, check_capacity
 from cluster.worker import Report, remote_function
 
@@ -106,6 +106,7 @@ class Execution:
         self._workers: dict[str, str] = {}
         self._attempts: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()
+        self._starved: Counter[str] = Counter()
         self._in_flight: dict[Any, _Attempt] = {}
         self._in_flight_bytes = 0
         self._delayed: list[tuple[float, str]] = []
@@ -186,7 +187,9 @@ class Execution:
     def _submit(self, node: Node) -> None:
         self._attempts[node.id] += 1
         payloads = [self._payloads[need] for need in node.needs]
-        summary_ref, payload_ref = self._remotes[node.kind].remote(*node.arguments, *payloads)
+        smaller = node.smaller if self._starved[node.id] else None
+        arguments = node.arguments if smaller is None else smaller
+        summary_ref, payload_ref = self._remotes[node.kind].remote(*arguments, *payloads)
         self._in_flight[summary_ref] = _Attempt(node, payload_ref, time.monotonic())
         self._in_flight_bytes += node.cost_bytes
         self._observe(Event(EventKind.SUBMITTED, node.id, node.kind, self._attempts[node.id]))
@@ -243,14 +246,19 @@ class Execution:
         import ray
 
         node, num_attempts = attempt.node, self._attempts[attempt.node.id]
-        _note_error(attempt.payload)
+        holds_error(attempt.payload)
         is_from_task = isinstance(error, ray.exceptions.RayTaskError)
         cause = error.cause if is_from_task else error
         self._failures[node.id] += 1
         num_failures = self._failures[node.id]
         seconds = time.monotonic() - attempt.submitted
         message = f"{type(cause).__name__}: {cause}"
-        if num_failures > self._retry.max_retries or not (is_lost_by_ray(cause) or self._retry.is_retryable(cause)):
+        may_pass = is_lost_by_ray(cause) or self._retry.is_retryable(cause)
+        if is_out_of_memory(cause):
+            self._starved[node.id] += 1
+            may_pass = self._starved[node.id] == 1
+            cause = cause if may_pass else OutOfMemory(message)
+        if num_failures > self._retry.max_retries or not may_pass:
             self._observe(Event(EventKind.FAILED, node.id, node.kind, num_attempts, seconds, message=message))
             trace = _COLOURS.sub("", str(error)) if is_from_task else ""
             raise NodeFailed(node.id, node.kind, num_attempts, cause, trace) from cause
@@ -293,24 +301,11 @@ class Execution:
             if refs:
                 _, refs = ray.wait(refs, num_returns=len(refs), timeout=_CANCEL_SECONDS, fetch_local=False)
         for summary_ref, attempt in self._in_flight.items():
-            if _note_error(summary_ref):
-                _note_error(attempt.payload)
+            if holds_error(summary_ref):
+                holds_error(attempt.payload)
         self._in_flight.clear()
         self._in_flight_bytes = 0
 
 
 # Ray colours the name of the task in the text of an error.
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-
-
-def _note_error(ref: Any) -> bool:
-    """Tell whether a reference holds an error; Ray logs those that nobody ever looked at."""
-    import ray
-
-    try:
-        ray.get(ref, timeout=0)
-    except ray.exceptions.GetTimeoutError:
-        return False
-    except ray.exceptions.RayError:
-        return True
-    return False

@@ -23,6 +23,26 @@ def is_lost_by_ray(cause: BaseException) -> bool:
     )
 
 
+def is_out_of_memory(cause: BaseException) -> bool:
+    """Tell whether Ray killed a worker because its machine ran out of memory."""
+    from ray import exceptions
+
+    return isinstance(cause, exceptions.OutOfMemoryError)
+
+
+def holds_error(ref: Any) -> bool:
+    """Tell whether a reference holds an error; Ray logs those that nobody ever looked at."""
+    import ray
+
+    try:
+        ray.get(ref, timeout=0)
+    except ray.exceptions.GetTimeoutError:
+        return False
+    except ray.exceptions.RayError:
+        return True
+    return False
+
+
 def lost_needs(payloads: Mapping[str, Any], workers: Mapping[str, str], error: Any) -> list[str]:
     """Return the needs of a node whose payloads are gone: the one that Ray names and all that died with it.
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from cluster.events import Event, EventKind
-from cluster.failures import Interrupted, NodeFailed
+from cluster.failures import Interrupted, NodeFailed, OutOfMemory
 from tasks.errors import ErrorKind, Problem, ReshardError
 from tasks.storage import TransientStorageError
 
@@ -65,6 +65,9 @@ def problems_of(fault: Exception) -> Sequence[Problem]:
     if isinstance(cause, TransientStorageError):
         hint = "check store, network and endpoint, then run the same command again; what is finished is kept"
         return [_problem("storage-unavailable", str(fault), hint)]
+    if isinstance(cause, OutOfMemory):
+        hint = "pass a smaller --memory, or let fewer tasks share a machine, as with --resources num_cpus=2"
+        return [_problem("out-of-memory", str(fault), hint)]
     if isinstance(fault, NodeFailed):
         hint = "mend the cause and run the same command again; what is finished is kept"
         return [_problem("task-failed", str(fault), hint)]

@@ -118,3 +118,19 @@ def deaf_and_mark(directory: str, name: str, seconds: float) -> tuple[object, ob
             continue
     (Path(directory) / name).touch()
     return None, None
+
+
+def starve(hunger: int, *_values: object) -> tuple[object, object]:
+    """Be killed for memory, as Ray tells it, unless asked to take little."""
+    from ray.exceptions import OutOfMemoryError
+
+    if hunger > 1:
+        raise OutOfMemoryError("killed to keep the machine alive")
+    return hunger, None
+
+
+def devour(num_bytes: int, *_values: object) -> tuple[object, object]:
+    """Take memory and hold it for longer than Ray waits."""
+    taken = np.ones(num_bytes, np.uint8)
+    time.sleep(20.0 if num_bytes > 1 << 30 else 0.0)
+    return int(taken[-1]) * num_bytes, None

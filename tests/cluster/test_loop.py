@@ -12,7 +12,7 @@ import pytest
 
 from cluster.dag import Node
 from cluster.events import Event, EventKind
-from cluster.failures import Interrupted, NodeFailed, RemoteFailure, RetryPolicy
+from cluster.failures import Interrupted, NodeFailed, OutOfMemory, RemoteFailure, RetryPolicy
 from cluster.loop import Execution
 from cluster.resources import TaskResources
 from tests.cluster import functions
@@ -34,6 +34,7 @@ FUNCTIONS = {
         functions.sleep_and_mark,
         functions.deaf_and_mark,
         functions.not_a_pair,
+        functions.starve,
     )
 }
 RESOURCES = dict.fromkeys(FUNCTIONS, TaskResources(num_cpus=1))
@@ -247,3 +248,22 @@ def _set_when_there(path: Path, event: threading.Event) -> None:
     while not path.exists():
         time.sleep(0.02)
     event.set()
+
+
+def test_a_worker_killed_for_memory_is_tried_once_more_with_less() -> None:
+    events: list[Event] = []
+    with execution(events=events) as running:
+        assert running.run([Node("a", "starve", (2,), smaller=(1,))]) == {"a": 1}
+    assert [event.kind for event in events] == [
+        EventKind.SUBMITTED,
+        EventKind.RETRIED,
+        EventKind.SUBMITTED,
+        EventKind.FINISHED,
+    ]
+
+
+@pytest.mark.parametrize("smaller", [None, (2,)])
+def test_a_worker_killed_for_memory_twice_ends_the_run(smaller: tuple[object, ...] | None) -> None:
+    with execution() as running, pytest.raises(NodeFailed, match="failed after 2 attempts") as caught:
+        running.run([Node("a", "starve", (2,), smaller=smaller)])
+    assert isinstance(caught.value.cause, OutOfMemory)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cluster.events import Event, EventKind
-from cluster.failures import Interrupted, NodeFailed
+from cluster.failures import Interrupted, NodeFailed, OutOfMemory
 from pipeline.messages import Progress, run_command
 from tasks.errors import ErrorKind, Problem, ReshardError
 from tasks.storage import TransientStorageError
@@ -31,6 +31,7 @@ def failing(fault: BaseException) -> Callable[[], tuple[Mapping[str, Any], str]]
         (NodeFailed("write 0 0", "write_target_shard", 1, SOURCE), 3, "empty-file"),
         (NodeFailed("write 0 0", "write_target_shard", 4, TransientStorageError("503")), 5, "storage-unavailable"),
         (NodeFailed("write 0 0", "write_target_shard", 4, ValueError("odd")), 5, "task-failed"),
+        (NodeFailed("write 0 0", "write_target_shard", 2, OutOfMemory("killed")), 5, "out-of-memory"),
         (TransientStorageError("s3://b: no answer"), 5, "storage-unavailable"),
         (KeyError("unforeseen"), 5, "internal"),
         (Interrupted(3, 5), 130, "interrupted"),
