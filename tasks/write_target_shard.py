@@ -10,7 +10,6 @@ units that are missing and commits. Missing are always those with a CRC32 of byt
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -251,7 +250,7 @@ def stream_units(
 ) -> tuple[Range, ...]:
     """Make units of a file in order and write those whose CRC32s are known; everything from `since` on is made here."""
     size = min(window, unit_bytes, size_bytes)
-    buffers = itertools.cycle([np.empty(size, np.uint8), np.empty(size, np.uint8)])
+    buffer, other = np.empty(size, np.uint8), np.empty(size, np.uint8)
     written = []
     with WriteBehind(put) as behind:
         for begin in units:
@@ -259,13 +258,14 @@ def stream_units(
             known = made.is_known(begin, end, since)
             total = 0
             for at in range(begin, end, size):
-                view = next(buffers)[: min(size, end - at)]
+                view = buffer[: min(size, end - at)]
                 crc = made.fill(at, view)
                 if known:
                     if crc is None:
                         raise ValueError(f"{url}: a checksum at {at} is not known")
                     total = isal_zlib.crc32_combine(total, crc, len(view))
                     behind.write(at, view.data)
+                    buffer, other = other, buffer  # only now: the one before is written, this one not yet
                 reach("window-written", url)
             made.end_unit()
             if known:
