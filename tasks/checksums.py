@@ -4,9 +4,9 @@ Nothing in torch checks them on loading, so a damaged file loads silently. Every
 once, and CRC32s of neighbouring ranges combine, so a source is checked without reading it twice.
 
 >>> trail = Trail()
->>> trail.add(0, 100, b"ab"); trail.add(0, 102, b"c"); trail.add(1, 0, b"d")
->>> len(trail.ranges())
-2
+>>> made = [trail.add(*read) for read in ((0, 100, b"ab"), (0, 102, b"c"), (1, 0, b"d"))]
+>>> len(made), len(trail.ranges())
+(3, 2)
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ class Trail:
     def __init__(self) -> None:
         self._ends: dict[tuple[int, int], Range] = {}
 
-    def add(self, file: int, offset_bytes: int, data: bytes | memoryview) -> None:
-        """Note a range just read."""
+    def add(self, file: int, offset_bytes: int, data: bytes | memoryview) -> int:
+        """Note a range just read; return its CRC32."""
         length, crc = len(data), isal_zlib.crc32(data)
+        own = crc
         before = self._ends.pop((file, offset_bytes), None)
         if before is not None:
             crc = isal_zlib.crc32_combine(before[3], crc, length)
             offset_bytes, length = before[1], before[2] + length
         self._ends[file, offset_bytes + length] = (file, offset_bytes, length, crc)
+        return own
 
     def ranges(self) -> tuple[Range, ...]:
         return tuple(self._ends.values())

@@ -116,8 +116,8 @@ class FileStream:
         return None if crc is None else self._layout.between(number, crc)
 
     def _fill_body(self, number: int, begin: int, view: Bytes) -> int:
-        self._make(self._bodies[number], begin, view)
-        crc = isal_zlib.crc32(view)
+        crc = self._make(self._bodies[number], begin, view)
+        crc = isal_zlib.crc32(view) if crc is None else crc
         if self._open is not None and self._open[0] == number:
             _, first, length, before = self._open
             self._open = (number, first, length + len(view), isal_zlib.crc32_combine(before, crc, len(view)))
@@ -125,20 +125,20 @@ class FileStream:
             self._open = (number, begin, len(view), crc)
         return crc
 
-    def _make(self, body: Body, begin: int, view: Bytes) -> None:
+    def _make(self, body: Body, begin: int, view: Bytes) -> int | None:
+        """Make part of a storage; return its CRC32 if the readers have made it already."""
         if body.file is not None:
-            self._gatherer.read(body.file, body.offset_bytes + begin, view)
-            return
+            return self._gatherer.read(body.file, body.offset_bytes + begin, view)
         if body.literal is not None:
             view[:] = np.frombuffer(body.literal, np.uint8)[begin : begin + len(view)]
-            return
+            return None
         if body.rows is None:
             view[:] = 0
-            return
+            return None
         # Behind the last element is padding: the buffer is used again and again, so it is cleared.
         content = min(max(body.rows.content_bytes - begin, 0), len(view))
         view[content:] = 0
-        filled = self._gatherer.fill(body.rows, begin, view)
+        filled, crc = self._gatherer.fill(body.rows, begin, view)
         if filled != content:
             raise error(
                 ErrorKind.TASK,
@@ -146,3 +146,4 @@ class FileStream:
                 f"{filled} of {content} bytes of a window were planned",
                 hint="please report this: it is a fault here, and nothing was published",
             )
+        return None if crc is None else isal_zlib.crc32(view[content:], crc)

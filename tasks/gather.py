@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+from isal import isal_zlib
 
 from tasks.convert import convert
 from tasks.intersection import Int64
@@ -123,22 +124,31 @@ class Gatherer:
         self._scratch_bytes = scratch_bytes
         self._scratch = np.empty(0, np.uint8)
 
-    def read(self, file: int, offset_bytes: int, window: Bytes) -> None:
-        """Fill a window from one range of a source file."""
-        self._readers.read_into(file, offset_bytes, window.data)
+    def read(self, file: int, offset_bytes: int, window: Bytes) -> int | None:
+        """Fill a window from one range of a source file; return its CRC32 where the readers make one."""
+        return self._readers.read_into(file, offset_bytes, window.data)
 
-    def fill(self, rows: Rows, begin: int, window: Bytes) -> int:
-        """Fill the bytes [begin, begin + len(window)) of a storage that the rows cover; return how many those are."""
+    def fill(self, rows: Rows, begin: int, window: Bytes) -> tuple[int, int | None]:
+        """Fill the bytes [begin, begin + len(window)) of a storage that the rows cover.
+
+        Return how many those are, and their CRC32 where they were read as they stand in the window, one after another.
+        """
         end = begin + len(window)
         filled = 0
+        crc: int | None = 0
         for row in map(int, np.flatnonzero((rows.start < end) & (rows.end > begin))):
             if rows.num_runs[row] == 1:
                 low, high = max(int(rows.start[row]), begin), min(int(rows.start[row] + rows.run[row]), end)
-                self._copy_runs(rows, row, 0, low - int(rows.start[row]), high - low, 1, low - begin, window)
+                more = self._copy_runs(rows, row, 0, low - int(rows.start[row]), high - low, 1, low - begin, window)
+                if crc is not None and more is not None and low - begin == filled:
+                    crc = isal_zlib.crc32_combine(crc, more, high - low)
+                else:
+                    crc = None
                 filled += high - low
             else:
                 filled += self._fill_strided(rows, row, begin, window)
-        return filled
+                crc = None
+        return filled, crc
 
     def _fill_strided(self, rows: Rows, row: int, begin: int, window: Bytes) -> int:
         """Split what a window holds of a strided segment into part of a run, whole runs, and part of a run."""
@@ -168,8 +178,11 @@ class Gatherer:
 
     def _copy_runs(
         self, rows: Rows, row: int, first: int, skipped: int, length: int, count: int, at: int, window: Bytes
-    ) -> None:
-        """Copy `count` runs from the `first` on; of each, `length` bytes behind the `skipped` first ones."""
+    ) -> int | None:
+        """Copy `count` runs from the `first` on; of each, `length` bytes behind the `skipped` first ones.
+
+        Return the CRC32 of what was read straight to its place, where the readers make one.
+        """
         source_dtype = DTYPES[rows.source_dtype[row]]
         source_size, target_size = ITEM_SIZE_BYTES[source_dtype], ITEM_SIZE_BYTES[rows.target_dtype]
         source_at = int(rows.source_start[row] + first * rows.source_stride[row]) + skipped // target_size * source_size
@@ -179,13 +192,12 @@ class Gatherer:
         factor = float(rows.factor[row])
         casts = source_dtype != rows.target_dtype or factor != 1
         if count == 1 and not casts:
-            self._readers.read_into(file, source_at, window[at : at + length].data)
-            return
+            return self._readers.read_into(file, source_at, window[at : at + length].data)
         if count == 1 and source_length > self._scratch_bytes:
             half = length // target_size // 2 * target_size
             self._copy_runs(rows, row, first, skipped, half, 1, at, window)
             self._copy_runs(rows, row, first, skipped + half, length - half, 1, at + half, window)
-            return
+            return None
         span = self._room((count - 1) * source_stride + source_length)
         self._readers.read_into(file, source_at, span.data)
         here = np.lib.stride_tricks.as_strided(span, (count, source_length), (source_stride, 1))
@@ -194,6 +206,7 @@ class Gatherer:
             convert(here, source_dtype, there, rows.target_dtype, factor, exact=rows.exact)
         else:
             np.copyto(there, here)
+        return None
 
     def _room(self, num_bytes: int) -> Bytes:
         if len(self._scratch) < num_bytes:

@@ -27,13 +27,12 @@ class ReaderPool:
         self.bytes_read = 0
         self.num_requests = 0
 
-    def read_into(self, file: int, offset_bytes: int, buffer: memoryview) -> None:
-        """Fill the buffer from a file, or raise."""
+    def read_into(self, file: int, offset_bytes: int, buffer: memoryview) -> int | None:
+        """Fill the buffer from a file, or raise; return the CRC32 where a trail is kept."""
         self._reader(file).read_into(offset_bytes, buffer)
-        if self._trail is not None:
-            self._trail.add(file, offset_bytes, buffer)
         self.bytes_read += buffer.nbytes
         self.num_requests += 1
+        return None if self._trail is None else self._trail.add(file, offset_bytes, buffer)
 
     def read(self, file: int, offset_bytes: int, length_bytes: int) -> bytes:
         """Return exactly these bytes, or raise."""

@@ -264,7 +264,7 @@ def stream_units(
                     if crc is None:
                         raise ValueError(f"{url}: a checksum at {at} is not known")
                     total = isal_zlib.crc32_combine(total, crc, len(view))
-                    behind.write(at, view.data)
+                    behind.write(at, view.data, crc)
                     buffer, other = other, buffer  # only now: the one before is written, this one not yet
                 reach("window-written", url)
             made.end_unit()

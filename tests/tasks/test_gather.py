@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -73,7 +74,7 @@ def test_interleaved_columns_of_several_parts_fill_any_window(
         gatherer = Gatherer(readers, scratch_bytes=scratch)
         for begin in range(0, len(expected), window * 2):
             view = np.zeros(min(window * 2, len(expected) - begin), np.uint8)
-            assert gatherer.fill(found, begin, view) == len(view)
+            assert gatherer.fill(found, begin, view) == (len(view), None)
             result[begin : begin + len(view)] = view.tobytes()
     assert bytes(result) == expected
 
@@ -84,7 +85,7 @@ def test_segments_that_follow_each_other_on_both_sides_are_one_request(source: t
     trail = Trail()
     with ReaderPool([stat(str(path))], trail) as readers:
         view = np.zeros(40, np.uint8)
-        assert Gatherer(readers).fill(found, 0, view) == 40
+        assert Gatherer(readers).fill(found, 0, view) == (40, zlib.crc32(view))
         assert readers.num_requests == 2
         assert readers.bytes_read == 40
     np.testing.assert_array_equal(view.view(np.uint16), np.concatenate([numbers[10:25], numbers[50:55]]))

@@ -66,7 +66,7 @@ def test_a_helper_that_hangs_is_noticed_and_can_be_used_again(tmp_path: Path) ->
     def write() -> None:
         try:
             with WriteBehind(hang) as behind:
-                behind.write(0, memoryview(b""))
+                behind.write(0, memoryview(b""), 0)
         finally:
             ended.set()
 
