@@ -48,8 +48,8 @@ def goals(measured: Measured, planning_seconds: float | None) -> list[Goal]:
 
 
 def above_idle(measured: Measured) -> int:
-    peak = max(measured.bytes["worker"], measured.bytes["worker, by its results"])
-    return peak - measured.bytes["idle worker"]
+    by_results = measured.bytes["beyond the idle worker, by its results"]
+    return max(measured.bytes["worker"] - measured.bytes["idle worker"], by_results)
 
 
 def table(measured: Measured, found: Sequence[Goal]) -> str:
