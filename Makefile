@@ -1,5 +1,6 @@
 # make demo    reshard a small checkpoint and compare the result with the truth
 # make test    all checks and all tests
+# make test-servers   more tests: against Ceph's gateway and a kernel's NFS; installs them, as root, where there is apt
 # make bench   the benchmark
 # make soak    random kills for some minutes: SOAK="--runs 300 --seed 7"
 # make clean   remove what these made
@@ -8,7 +9,7 @@
 
 VENV ?= .venv
 # Arguments for the soak test: how many runs, and the seed of layouts and moments.
-SOAK ?= --runs 300 --ray-runs 30
+SOAK ?= --runs 300 --ray-runs 30 --s3-runs 20
 # More arguments for pip, for example an index with smaller wheels of torch (README.md).
 PIP_ARGS ?=
 # The first Python that is new enough and can make environments.
@@ -22,7 +23,12 @@ SOURCES := pipeline tasks cluster tests
 DEMO_SOURCE := tests/data/fixtures/mp2dp4-fp16-fused
 DEMO_TARGET := demo-output
 
-.PHONY: demo test bench soak clean
+# What test-servers needs of Debian, and what it runs against the other store.
+SERVER_PACKAGES := radosgw ceph-mon ceph-osd user-mode-linux nfs-kernel-server kmod iproute2
+STORE_TESTS := tests/tasks/storage/test_s3.py tests/pipeline/test_storages.py \
+	tests/faults/test_pieces.py tests/faults/test_driver_kills.py tests/faults/test_worker_faults.py
+
+.PHONY: demo test test-servers bench soak clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.run-ready
@@ -40,6 +46,18 @@ test: $(VENV)/.test-ready
 	part $(PYTHON) -m ruff format --check $(SOURCES); \
 	part $(PYTHON) -m mypy; \
 	part $(PYTHON) -m pytest $(SOURCES); \
+	test -z "$$failed"
+
+# Without root or apt, what cannot be tested is skipped and says so.
+test-servers: $(VENV)/.test-ready
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
+		apt-get install -y -qq --no-install-recommends $(SERVER_PACKAGES) >/dev/null 2>&1 || echo "apt-get failed"; fi
+	@failed=; \
+	part() { echo "$$*"; "$$@" || failed=1; }; \
+	part env RESHARD_TEST_STORE=ceph $(PYTHON) -m pytest -k "s3 or S3" $(STORE_TESTS); \
+	part $(PYTHON) -m tests.nfs.guest 4.2; \
+	part $(PYTHON) -m tests.nfs.guest 3; \
 	test -z "$$failed"
 
 bench: $(VENV)/.test-ready

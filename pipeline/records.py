@@ -33,7 +33,10 @@ def finished_before(paths: Mapping[str, str]) -> ShardResult | None:
     identity = _identity(paths["file"])
     if result is None or identity is None or identity.size_bytes != result.size_bytes:
         return None
-    return replace(result, kept=True) if storage.checksum(identity) == result.crc32 else None
+    try:
+        return replace(result, kept=True) if storage.checksum(identity) == result.crc32 else None
+    except ReshardError:
+        return None  # it is being replaced, by a worker that lives on without its run
 
 
 def may_be_finished(paths: Mapping[str, str]) -> bool:

@@ -90,11 +90,12 @@ class TargetFolder:
 
     def _damaged_files(self, manifest: Mapping[str, Any]) -> list[Problem]:
         problems = []
+        # A listing is never old, also on NFS, where a look for a single file may be.
+        there = {file.name: file.size_bytes for file in storage.list_files(self.url)}
         for name, size_bytes in named_files(manifest).items():
-            url = storage.join(self.url, name)
-            actual = storage.stat(url).size_bytes if storage.exists(url) else None
-            if actual != size_bytes:
-                found = "missing" if actual is None else f"{actual} bytes"
+            if there.get(name) != size_bytes:
+                found = f"{there[name]} bytes" if name in there else "missing"
+                url = storage.join(self.url, name)
                 problems.append(_damaged(url, f"declared: {size_bytes} bytes; actual: {found}"))
         if len(named_files(manifest)) != len(self._plan.ranks()):
             problems.append(_damaged(storage.join(self.url, MANIFEST), "it does not name the files of its plan"))

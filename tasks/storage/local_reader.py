@@ -22,6 +22,16 @@ def identity_of(path: str, found: os.stat_result) -> FileIdentity:
     return FileIdentity(path, found.st_size, str(found.st_mtime_ns))
 
 
+def fresh_stat(path: str) -> os.stat_result:
+    """Describe a file as it is now. A stat may be a minute old on NFS; opening a file asks the server."""
+    # Without O_NONBLOCK, a pipe would wait for a writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        return os.fstat(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 class LocalReader:
     """Read one file by position; several threads may share it."""
 
@@ -62,10 +72,11 @@ class LocalReader:
     ) -> None:
         self.close()
         if kind is None:
-            try:
-                found = os.stat(self.identity.url)
-            except FileNotFoundError:
-                raise source_changed(self.identity, "nothing") from None
+            with reading(self.identity.url):
+                try:
+                    found = fresh_stat(self.identity.url)
+                except FileNotFoundError:
+                    raise source_changed(self.identity, "nothing") from None
             self._check(found)
 
     def __reduce__(self) -> str:

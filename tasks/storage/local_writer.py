@@ -20,7 +20,7 @@ from tasks.errors import ReshardError
 from tasks.storage import urls
 from tasks.storage.interface import FileIdentity
 from tasks.storage.local_errors import writing
-from tasks.storage.local_reader import LocalReader, identity_of
+from tasks.storage.local_reader import LocalReader, fresh_stat, identity_of
 from tasks.storage.problems import PiecesLostError, check_room, check_whole
 from tasks.storage.unpublished_file import UnpublishedFile, make_directory
 
@@ -137,7 +137,7 @@ def holds(place: str, ranges: Sequence[tuple[int, int, int]]) -> bool:
     """Read what is there: a record may be older than a crash that took the bytes along."""
     buffer = bytearray(max((length for _, length, _ in ranges), default=0))
     try:
-        identity = identity_of(place, os.stat(place))
+        identity = identity_of(place, fresh_stat(place))
         with LocalReader(identity) as reader:
             for begin, length, crc32 in ranges:
                 view = memoryview(buffer)[:length]

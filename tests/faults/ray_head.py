@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from tests.servers import _free_ports
+from tests.servers import free_ports
 
 # On an idle machine: 5 s for a start, 2 s for a stop.
 _START_SECONDS = 60.0
@@ -90,7 +90,7 @@ def ray_head(*, num_cpus: int) -> Iterator[Head]:
 
     It is stopped by a signal to its own process: `ray stop` would end every Ray of the machine.
     """
-    gcs, dashboard, agent, agent_grpc, metrics, client = _free_ports(6)
+    gcs, dashboard, agent, agent_grpc, metrics, client = free_ports(6)
     # Ray makes sockets in its folder, and their paths may have no more than 107 bytes: pytest's folders are too deep.
     with tempfile.TemporaryDirectory(prefix="rh", dir="/tmp", ignore_cleanup_errors=True) as folder:
         directory = Path(folder)

@@ -17,6 +17,8 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +28,27 @@ from cluster.session import ray_session
 from pipeline import nodes
 from pipeline.driver import run
 from pipeline.options import Request
+from tasks import storage
+from tests.benchmarks.make_checkpoint import make_checkpoint
+from tests.benchmarks.model_shape import ModelShape
 from tests.faults.children import Job
 from tests.faults.targets import SOURCE, Reader, leftovers, published
+from tests.servers import S3Server, environment, seaweedfs
 
 LAYOUTS: tuple[dict[str, Any], ...] = (
     {"mp": 2, "dp": 3},
     {"mp": 1, "dp": 5},
     {"mp": 2, "dp": 16},
     {"mp": 1, "dp": 1, "flat": False},
+    {"mp": 1, "dp": 1, "flat": False, "piece_bytes": 8 << 20},
 )
+# The source of the last one is made large enough for four pieces.
+LARGE = len(LAYOUTS) - 1
+LARGE_SHAPE = ModelShape(layers=4, embed=512, inner=2048, heads=8, vocabulary=2048)
 # Some attempts go undisturbed, or the last files of a large target would take for ever.
 _KILLED = 0.85
+BUCKET = "soak"
+_S3_SECONDS = 1.5  # more than a local run takes, most of it to import the client
 _MOST_WORKER_KILLS = 3  # as often as one node is tried again
 
 
@@ -45,6 +57,7 @@ class Soak:
 
     def __init__(self, folder: Path, seed: int) -> None:
         self._folder = folder
+        self._sources = {**dict.fromkeys(range(len(LAYOUTS)), SOURCE), LARGE: folder / "large"}
         self._random = random.Random(seed)
         self._expected: dict[int, dict[str, bytes]] = {}
         self._seconds: dict[int, float] = {}
@@ -53,23 +66,26 @@ class Soak:
 
     def prepare(self) -> None:
         """Run each layout once without kills, after a first run that loads what is loaded once."""
+        make_checkpoint(self._sources[LARGE], LARGE_SHAPE, 2, 4)
         for number, options in ((0, LAYOUTS[0]), *enumerate(LAYOUTS)):
             target = self._folder / "undisturbed"
             began = time.monotonic()
-            code, said = Job(SOURCE, target, self._folder / "scratch", options).run()
+            code, said = Job(self._sources[number], target, self._folder / "scratch", options).run()
             if code != 0:
                 raise RuntimeError(f"not even an undisturbed run ends well:\n{said}")
             self._seconds[number] = time.monotonic() - began
             self._expected[number] = published(target)
             remove(target)
 
-    def kill_drivers(self, number: int) -> None:
-        """Do one run to its end, killing most of its attempts."""
+    def kill_drivers(self, number: int, server: S3Server | None = None) -> None:
+        """Do one run to its end, killing most of its attempts; into the store of a server, or into a folder."""
         layout = self._random.randrange(len(LAYOUTS))
         target, scratch = self._folder / "targets" / f"{number}", self._folder / "scratch"
-        job = Job(SOURCE, target, scratch, LAYOUTS[layout])
+        url = f"s3://{BUCKET}/{number}" if server else str(target)
+        job = Job(self._sources[layout], url, scratch, LAYOUTS[layout], server.environment() if server else {})
+        seconds = self._seconds[layout] + (_S3_SECONDS if server else 0)
         while True:
-            moment = self._random.uniform(0, self._seconds[layout]) if self._random.random() < _KILLED else None
+            moment = self._random.uniform(0, seconds) if self._random.random() < _KILLED else None
             child = job.start()
             child.process.join(moment)
             if child.process.exitcode is None:
@@ -81,28 +97,28 @@ class Soak:
             if code != -9:
                 self.faults.append(f"run {number} ended with {code}: {child.said}")
                 break
-            self.counts["kills of drivers"] += 1
+            self.counts["kills of drivers, into S3" if server else "kills of drivers"] += 1
             self._count_lost(target)
-        self._judge(target, layout, number)
+        self._judge(url, layout, number)
         shutil.rmtree(scratch)
 
     def kill_workers(self, number: int) -> None:
         """Do one run on the Ray of this process, killing workers; it has to end well by itself."""
-        layout = self._random.randrange(len(LAYOUTS) - 1)
+        layout = self._random.choice([0, 1, 2, LARGE])
         target = self._folder / "targets" / f"{number}"
         moments = sorted(self._random.uniform(0, 0.4) for _ in range(_MOST_WORKER_KILLS))
         ended = threading.Event()
         killer = threading.Thread(target=self._kill_at, args=(moments, ended, random.Random(self._random.random())))
         killer.start()
         try:
-            result = run(Request(str(SOURCE), str(target), **LAYOUTS[layout]))
+            result = run(Request(str(self._sources[layout]), str(target), **LAYOUTS[layout]))
             self.counts["retries"] += result["retries"]
         except Exception as fault:  # noqa: BLE001  whatever it is, it is what we are here to count
             self.faults.append(f"run {number} failed: {fault}")
         finally:
             ended.set()
             killer.join()
-        self._judge(target, layout, number)
+        self._judge(str(target), layout, number)
 
     def _kill_at(self, moments: list[float], ended: threading.Event, choice: random.Random) -> None:
         began = time.monotonic()
@@ -122,20 +138,36 @@ class Soak:
         recorded = {path.name.removesuffix(".json") for path in (target / ".reshard" / "records").glob("*.pt.json")}
         lost = [Path(name).stat().st_size for name in leftovers(target) if Path(name).exists()]
         lost += [path.stat().st_size for path in target.glob("*.pt") if path.name not in recorded]
+        pieces = [path.stat().st_blocks * 512 for path in (target / ".reshard" / "pieces").glob("*")]
+        kept = [json.loads(path.read_text())["written"] for path in (target / ".reshard" / "records").glob("*.piece-*")]
+        lost.append(max(sum(pieces) - sum(length for units in kept for _, _, length, _ in units), 0))
         self.counts["bytes redone"] += sum(lost)
         self.counts["kills with a file half written"] += any(lost)
 
-    def _judge(self, target: Path, layout: int, number: int) -> None:
+    def _judge(self, target: str, layout: int, number: int) -> None:
         self.counts["runs"] += 1
-        there, expected = published(target) if target.exists() else {}, self._expected[layout]
+        there, expected = published(target) if storage.exists(target) else {}, self._expected[layout]
         self.counts["bytes of the targets"] += sum(map(len, there.values()))
         damaged = [name for name in there.keys() | expected.keys() if there.get(name) != expected.get(name)]
-        left = leftovers(target)
+        work = storage.join(target, ".reshard")
+        left = [*map(str, storage.leftovers(target)), *(file for file in everything(work) if is_left_over(file))]
         self.counts["files damaged"] += len(damaged)
         self.counts["files left over"] += len(left)
         if damaged or left:
             self.faults.append(f"run {number} into {LAYOUTS[layout]}: damaged {damaged}, left over {left}")
-        remove(target)
+        if storage.is_local(target):
+            remove(Path(target))
+
+
+def everything(work: str) -> list[str]:
+    """List what the run keeps for itself, by the names of its folders."""
+    folders = [storage.join(work, name) for name in ("temporary", "records", "pieces", "lease")]
+    there = [folder for folder in folders if storage.exists(folder)]
+    return [storage.join(folder, file.name) for folder in there for file in storage.list_files(folder)]
+
+
+def is_left_over(url: str) -> bool:
+    return "/temporary/" in url or "/pieces/" in url or ".piece-" in url or url.endswith(".part")
 
 
 def is_worker(process: Any) -> bool:
@@ -153,10 +185,20 @@ def remove(target: Path) -> None:
     shutil.rmtree(target, ignore_errors=True)
 
 
+@contextmanager
+def store(folder: Path) -> Iterator[S3Server]:
+    """Run a server with an empty bucket, for this process as well."""
+    with seaweedfs(folder) as server, environment(**server.environment()):
+        with server.client() as client:
+            client.create_bucket(Bucket=BUCKET)
+        yield server
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults.soak", description="Kill runs at random moments.")
     parser.add_argument("--runs", type=int, default=100, help="with kills of the driver (default: %(default)s)")
     parser.add_argument("--ray-runs", type=int, default=5, help="with kills of Ray workers (default: %(default)s)")
+    parser.add_argument("--s3-runs", type=int, default=0, help="into a real S3 server (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of layouts and moments (default: %(default)s)")
     words = parser.parse_args(arguments)
     began = time.monotonic()
@@ -170,6 +212,10 @@ def main(arguments: list[str] | None = None) -> int:
                 if (number + 1) % 50 == 0:
                     kills = soak.counts["kills of drivers"]
                     print(f"{number + 1} of {words.runs} runs, {kills} kills, {len(soak.faults)} faults", flush=True)
+            if words.s3_runs:
+                with store(Path(folder) / "store") as server:
+                    for number in range(words.s3_runs):
+                        soak.kill_drivers(number, server)
             if words.ray_runs:
                 with ray_session("local", num_cpus=2, object_store_memory_bytes=80 << 20):
                     for number in range(words.runs, words.runs + words.ray_runs):

@@ -11,6 +11,7 @@ import pytest
 from tasks import storage
 from tasks.errors import ErrorKind, ReshardError
 from tasks.storage import s3_client
+from tests.conftest import STORE
 from tests.servers import S3Server, environment
 from tests.tasks.storage.contract import StorageContract, problem
 
@@ -43,7 +44,8 @@ class TestS3(StorageContract):
         assert identity.version.strip('"').endswith("-4")
         with s3_server.client() as client:
             head = client.head_object(Bucket=storage.basename(s3_bucket), Key="a.pt", PartNumber=1)
-        assert head["ContentLength"] == 8 * _MIB
+        # Ceph's gateway knows no numbers of parts and tells of the whole object; the ETag has counted them.
+        assert head["ContentLength"] == (30 if STORE == "ceph" else 8) * _MIB
 
     def test_an_upload_under_way_is_aborted_with_its_parts(self, s3_server: S3Server, s3_bucket: str) -> None:
         url = storage.join(s3_bucket, "a.pt")
