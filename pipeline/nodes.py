@@ -132,6 +132,7 @@ def check_run(paths: Mapping[str, str]) -> None:
             context=(f"this run's plan: {paths['plan_id']}; there: {run['plan_id']}",),
             hint="python -m pipeline.status TARGET tells which; run this command again if that one was a mistake",
         )
+    reach("commit-allowed", paths["file"])
 
 
 def save_table(url: str, table: pa.Table) -> None:

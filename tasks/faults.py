@@ -29,6 +29,7 @@ WORKER_POINTS = (
     "plan-saved",
     "window-written",
     "file-written",
+    "commit-allowed",
     "file-committed",
     "record-written",
 )

@@ -275,7 +275,9 @@ def stream_units(
 
 def _write_whole(work: _Work, before_commit: Callable[[], None]) -> tuple[FileIdentity, int]:
     to, size = work.to, work.layout.size_bytes
-    with open_writer(to.url, size, temporary_directory=to.temporary_directory, durable=to.durable) as writer:
+    with open_writer(
+        to.url, size, temporary_directory=to.temporary_directory, durable=to.durable, fenced=True
+    ) as writer:
         written = work.stream(work.units(), Ledger(), lambda _, view: writer.write(view))
         before_commit()
         return writer.commit(), _total(written, size)

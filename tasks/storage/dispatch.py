@@ -51,15 +51,20 @@ def open_reader(identity: FileIdentity) -> ByteReader:
     return _backend(identity.url).open_reader(identity)
 
 
-def open_writer(url: str, size_bytes: int, *, temporary_directory: str, durable: bool = True) -> TargetWriter:
+def open_writer(
+    url: str, size_bytes: int, *, temporary_directory: str, durable: bool = True, fenced: bool = False
+) -> TargetWriter:
     """Open a new file of known size, which appears at its commit.
+
+    `fenced`: once `leftovers` was called and what it found removed, this writer can commit no more. It costs small
+    objects of a store two requests; large ones and local files are always so.
 
     The temporary directory is used by local files only, and must be on their file system; missing directories are made.
     So is `durable`: without it a local file may be lost in a power cut after its commit.
     """
     url = urls.normalise(url)
     backend = _backend(url)
-    return backend.open_writer(url, size_bytes, temporary_directory=temporary_directory, durable=durable)
+    return backend.open_writer(url, size_bytes, temporary_directory=temporary_directory, durable=durable, fenced=fenced)
 
 
 def buffered_bytes(url: str, size_bytes: int) -> int:

@@ -83,7 +83,9 @@ class GenericBackend:
         _check(identity, self.stat(identity.url))
         return GenericReader(identity)
 
-    def open_writer(self, url: str, size_bytes: int, *, temporary_directory: str, durable: bool) -> GenericWriter:
+    def open_writer(
+        self, url: str, size_bytes: int, *, temporary_directory: str, durable: bool, fenced: bool
+    ) -> GenericWriter:
         return GenericWriter(url, size_bytes)
 
     def buffered_bytes(self, size_bytes: int) -> int:

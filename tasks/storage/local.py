@@ -53,7 +53,7 @@ class LocalBackend:
         return LocalReader(identity)
 
     def open_writer(
-        self, url: str, size_bytes: int, *, temporary_directory: str, durable: bool
+        self, url: str, size_bytes: int, *, temporary_directory: str, durable: bool, fenced: bool
     ) -> local_writer.LocalWriter:
         directory = urls.normalise(temporary_directory)
         return local_writer.LocalWriter(url, size_bytes, temporary_directory=directory, durable=durable)

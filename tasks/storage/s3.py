@@ -44,8 +44,10 @@ class S3Backend:
             raise source_changed(identity, f"{found.size_bytes} bytes, version {found.version}")
         return S3Reader(identity)
 
-    def open_writer(self, url: str, size_bytes: int, *, temporary_directory: str, durable: bool) -> s3_writer.S3Writer:
-        return s3_writer.S3Writer(url, size_bytes)
+    def open_writer(
+        self, url: str, size_bytes: int, *, temporary_directory: str, durable: bool, fenced: bool
+    ) -> s3_writer.S3Writer:
+        return s3_writer.S3Writer(url, size_bytes, fenced=fenced)
 
     def buffered_bytes(self, size_bytes: int) -> int:
         return s3_parts.buffered_bytes(size_bytes)

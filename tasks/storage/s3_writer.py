@@ -26,13 +26,15 @@ WRITER_KEY = "writer"
 class S3Writer:
     """Write one object with at most four windows in memory."""
 
-    def __init__(self, url: str, size_bytes: int) -> None:
+    def __init__(self, url: str, size_bytes: int, *, fenced: bool = False) -> None:
         self.window_bytes = part_bytes(size_bytes)
+        # A PUT on its way can be stopped by nobody; an upload can be aborted, and then it is not completed any more.
+        self._in_parts = size_bytes > self.window_bytes or (fenced and size_bytes > 0)
         self._url = url
         self._size_bytes = size_bytes
         self._written_bytes = 0
         self._token = uuid.uuid4().hex
-        self._upload_id = ""
+        self._upload_id = create_upload(url, self._token) if fenced and self._in_parts else ""
         self._sender = PartSender(url)
         self._window = self._sender.buffer()
         self._ended = False
@@ -44,12 +46,12 @@ class S3Writer:
             count = self._window.write(view[: self.window_bytes - self._window.tell()])
             self._written_bytes += count
             view = view[count:]
-            if self._window.tell() == self.window_bytes and self._size_bytes > self.window_bytes:
+            if self._window.tell() == self.window_bytes and self._in_parts:
                 self._send_part()
 
     def commit(self) -> FileIdentity:
         check_whole(self._url, self._size_bytes, self._written_bytes)
-        identity = self._complete() if self._size_bytes > self.window_bytes else self._put()
+        identity = self._complete() if self._in_parts else self._put()
         self._ended = True
         return identity
 
@@ -80,7 +82,8 @@ class S3Writer:
         return FileIdentity(self._url, self._size_bytes, str(answer["ETag"]))
 
     def _send_part(self) -> None:
-        self._upload_id = self._upload_id or create_upload(self._url, self._token)
+        if not self._upload_id:
+            self._upload_id = create_upload(self._url, self._token)
         number = -(-self._written_bytes // self.window_bytes)
         self._sender.send(self._upload_id, number, self._window)
         self._window = self._sender.buffer()

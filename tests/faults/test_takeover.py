@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
+from tasks import storage
 from tests.faults.children import Child, Job
 from tests.faults.programs import command
 from tests.faults.targets import OPTIONS, SOURCE, WORDS, leftovers, published
 from tests.running import reshard_here
+from tests.servers import S3Server
 
 OTHER_PLAN = {"mp": 1, "dp": 3, "prefix": "checkpoint_last"}
 
@@ -33,10 +35,12 @@ def let_go(job: Job, point: str) -> None:
     job.happened(point).unlink()
 
 
-def believe_dead(target: Path) -> None:
+def believe_dead(target: Path | str) -> None:
     """Make the holder of the lease look like a process that is gone."""
-    path = max((target / ".reshard" / "lease").glob("*.json"))
-    path.write_text(json.dumps({**json.loads(path.read_text()), "born": "long ago"}))
+    folder = storage.join(str(target), ".reshard", "lease")
+    newest = max(file.name for file in storage.list_files(folder) if file.name.endswith(".json"))
+    url = storage.join(folder, newest)
+    storage.write_small(url, json.dumps({**json.loads(storage.read_small(url)), "born": "long ago"}).encode())
 
 
 @pytest.mark.parametrize("point", ["lease-taken", "window-written", "files-finished"])
@@ -99,7 +103,9 @@ def state_of(process: int) -> str:
     return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-@pytest.mark.parametrize("point", ["window-written", "file-written", "file-committed", "record-written"])
+@pytest.mark.parametrize(
+    "point", ["window-written", "file-written", "commit-allowed", "file-committed", "record-written"]
+)
 @pytest.mark.parametrize("plan", ["same", "other"])
 def test_a_run_that_was_believed_dead_and_wakes_up_spoils_nothing(
     point: str, plan: str, tmp_path: Path, undisturbed: dict[str, bytes]
@@ -116,6 +122,23 @@ def test_a_run_that_was_believed_dead_and_wakes_up_spoils_nothing(
     assert child.wait() in (5, 7), child.said
     assert published(target) == undisturbed
     assert leftovers(target) == []
+
+
+@pytest.mark.parametrize("point", ["file-written", "commit-allowed"])
+def test_a_run_that_wakes_up_spoils_nothing_on_s3(
+    point: str, tmp_path: Path, undisturbed: dict[str, bytes], s3_bucket: str, s3_server: S3Server
+) -> None:
+    target = f"{s3_bucket}/out"
+    sleeper = Job(SOURCE, target, tmp_path / "sleeper", OTHER_PLAN, s3_server.environment())
+    child = paused_at(sleeper, point)
+    believe_dead(target)
+    again = {**OPTIONS, "overwrite": True}
+    code, said = Job(SOURCE, target, tmp_path / "second", again, s3_server.environment()).run()
+    assert code == 0, said
+    let_go(sleeper, point)
+    assert child.wait() in (5, 7), child.said
+    assert published(target) == undisturbed
+    assert storage.leftovers(target) == ()
 
 
 @pytest.mark.parametrize("folder", [".", ".reshard", ".reshard/temporary", ".reshard/lease"])
