@@ -46,6 +46,7 @@ _TRANSIENT_CODES = frozenset(
         "XAmzContentSHA256Mismatch",
     }
 )
+_EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired"})
 _NO_CREDENTIALS = (
     boto.NoCredentialsError,
     boto.PartialCredentialsError,
@@ -88,6 +89,9 @@ def failure(cause: BaseException, url: str, kind: ErrorKind) -> Exception:
     if code == "NoSuchBucket":
         hint = "check the name of the bucket and AWS_ENDPOINT_URL"
         return error(kind, "no-such-bucket", f"{url}: the bucket does not exist", hint=hint)
+    if code in _EXPIRED:
+        hint = "renew the credentials, then run the same command again; what is finished is kept"
+        return error(kind, "expired-credentials", f"{url}: the credentials have expired: {story}", hint=hint)
     if status == 403:
         hint = (
             "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN or AWS_PROFILE, and what they may do;"

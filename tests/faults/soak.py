@@ -30,9 +30,8 @@ from pipeline.driver import run
 from pipeline.options import Request
 from tasks import storage
 from tests.benchmarks.make_checkpoint import make_checkpoint
-from tests.benchmarks.model_shape import ModelShape
 from tests.faults.children import Job
-from tests.faults.targets import SOURCE, Reader, leftovers, published
+from tests.faults.targets import IN_PIECES, LARGE_SHAPE, SOURCE, Reader, leftovers, published
 from tests.servers import S3Server, environment, seaweedfs
 
 LAYOUTS: tuple[dict[str, Any], ...] = (
@@ -40,11 +39,10 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
     {"mp": 1, "dp": 5},
     {"mp": 2, "dp": 16},
     {"mp": 1, "dp": 1, "flat": False},
-    {"mp": 1, "dp": 1, "flat": False, "piece_bytes": 8 << 20},
+    IN_PIECES,
 )
 # The source of the last one is made large enough for four pieces.
 LARGE = len(LAYOUTS) - 1
-LARGE_SHAPE = ModelShape(layers=4, embed=512, inner=2048, heads=8, vocabulary=2048)
 # Some attempts go undisturbed, or the last files of a large target would take for ever.
 _KILLED = 0.85
 BUCKET = "soak"

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Self
 
 from tasks import storage
+from tests.benchmarks.model_shape import ModelShape
 
 # tests/running.py has this path as well, and torch: a child would import it before each run.
 SOURCE = Path(__file__).parent.parent / "data" / "fixtures" / "mp2dp2-fp16-fused"
@@ -17,6 +18,9 @@ OPTIONS = {"mp": 2, "dp": 3}
 "with the training state: six files"
 WORDS = (str(SOURCE), "--mp", "2", "--dp", "3")
 NUM_FILES = 6
+# Large enough for pieces: 28 MiB, eight units, four pieces.
+LARGE_SHAPE = ModelShape(layers=4, embed=512, inner=2048, heads=8, vocabulary=2048)
+IN_PIECES = {"mp": 1, "dp": 1, "flat": False, "keep_state": False, "piece_bytes": 8 << 20}
 _FOLDERS = ((), (".reshard",), *((".reshard", name) for name in ("temporary", "records", "plan.parquet", "lease")))
 
 

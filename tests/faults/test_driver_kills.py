@@ -31,15 +31,9 @@ MOMENTS = [
     ("name-taken", 2),  # the manifest's: the first is the lease's
 ]
 DONE = {("manifest-written", 1), ("name-taken", 2)}
-S3_MOMENTS = [
-    ("lease-taken", 1),
-    ("folder-opened", 1),
-    ("window-written", 4),
-    ("file-written", 3),
-    ("file-committed", 3),
-    ("files-finished", 1),
-    ("manifest-written", 1),
-]
+# There, names are taken in one request, without a moment in between.
+S3_MOMENTS = [(point, 3 if point in WORKER_POINTS[3:] else 1) for point in WORKER_POINTS + DRIVER_POINTS]
+S3_MOMENTS = [moment for moment in S3_MOMENTS if moment[0] not in ("old-manifest-removed", "name-taken")]
 
 
 def result_of(said: str) -> dict[str, object]:

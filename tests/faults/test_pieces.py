@@ -11,17 +11,12 @@ import pytest
 
 from pipeline.status import in_words, status
 from tasks import storage
-from tests.benchmarks.make_checkpoint import make_checkpoint
-from tests.benchmarks.model_shape import ModelShape
 from tests.faults.children import Job
 from tests.faults.programs import told_by
-from tests.faults.targets import leftovers, published
+from tests.faults.targets import IN_PIECES, leftovers, published
 from tests.running import reshard_here
 from tests.servers import S3Server
 
-OPTIONS: dict[str, Any] = {"mp": 1, "dp": 1, "flat": False, "keep_state": False, "piece_bytes": 8 << 20}
-# Of 28 MiB: eight units, four pieces.
-SHAPE = ModelShape(layers=4, embed=512, inner=2048, heads=8, vocabulary=2048)
 # (point, how often it is reached before the kill): each state that a file in pieces can be in
 MOMENTS = [
     ("window-written", 1),
@@ -37,21 +32,6 @@ MOMENTS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("large") / "source"
-    make_checkpoint(folder, SHAPE, 2, 4)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """The same target, written whole."""
-    folder = tmp_path_factory.mktemp("whole")
-    reshard_here(source, folder, **{**OPTIONS, "piece_bytes": 1 << 30})
-    return published(folder)
-
-
 def records(target: Path | str) -> set[str]:
     folder = storage.join(str(target), ".reshard", "records")
     return {file.name for file in storage.list_files(folder)} if storage.exists(folder) else set()
@@ -63,9 +43,9 @@ def result_of(said: str) -> dict[str, Any]:
 
 
 def test_pieces_make_the_same_file_and_leave_nothing_else(
-    source: Path, whole: dict[str, bytes], tmp_path: Path
+    large_source: Path, whole: dict[str, bytes], tmp_path: Path
 ) -> None:
-    code, said = Job(source, tmp_path / "out", tmp_path, OPTIONS).run()
+    code, said = Job(large_source, tmp_path / "out", tmp_path, IN_PIECES).run()
     assert code == 0, said
     assert published(tmp_path / "out") == whole
     assert [name for name in records(tmp_path / "out") if ".piece-" in name] == []
@@ -75,10 +55,10 @@ def test_pieces_make_the_same_file_and_leave_nothing_else(
 
 @pytest.mark.parametrize(("point", "count"), MOMENTS)
 def test_a_killed_run_writes_only_the_pieces_that_have_no_record(
-    point: str, count: int, source: Path, whole: dict[str, bytes], tmp_path: Path
+    point: str, count: int, large_source: Path, whole: dict[str, bytes], tmp_path: Path
 ) -> None:
     target = tmp_path / "out"
-    job = Job(source, target, tmp_path, OPTIONS)
+    job = Job(large_source, target, tmp_path, IN_PIECES)
     job.plan(point, "kill", count)
     assert job.run()[0] == -signal.SIGKILL
     assert not (target / "manifest.json").exists()
@@ -104,10 +84,10 @@ def test_a_killed_run_writes_only_the_pieces_that_have_no_record(
 
 @pytest.mark.parametrize("damage", ["bit", "short", "gone", "record"])
 def test_a_piece_whose_bytes_are_not_those_of_its_record_is_written_again(
-    damage: str, source: Path, whole: dict[str, bytes], tmp_path: Path
+    damage: str, large_source: Path, whole: dict[str, bytes], tmp_path: Path
 ) -> None:
     target = tmp_path / "out"
-    job = Job(source, target, tmp_path, OPTIONS)
+    job = Job(large_source, target, tmp_path, IN_PIECES)
     job.plan("piece-recorded", "kill", 3)
     assert job.run()[0] == -signal.SIGKILL
     (unfinished,) = (target / ".reshard" / "pieces").iterdir()
@@ -131,20 +111,20 @@ def test_a_piece_whose_bytes_are_not_those_of_its_record_is_written_again(
     assert result_of(said)["bytes_written"] > 8 << 20
 
 
-def test_another_plan_forgets_the_pieces(source: Path, tmp_path: Path) -> None:
+def test_another_plan_forgets_the_pieces(large_source: Path, tmp_path: Path) -> None:
     target = tmp_path / "out"
-    job = Job(source, target, tmp_path, OPTIONS)
+    job = Job(large_source, target, tmp_path, IN_PIECES)
     job.plan("piece-recorded", "kill", 2)
     assert job.run()[0] == -signal.SIGKILL
-    reshard_here(source, target, mp=2, dp=2, overwrite=True)
+    reshard_here(large_source, target, mp=2, dp=2, overwrite=True)
     assert list((target / ".reshard" / "pieces").iterdir()) == []
     assert [name for name in records(target) if ".piece-" in name] == []
 
 
-def test_killed_workers_of_pieces(source: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
+def test_killed_workers_of_pieces(large_source: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
     options = ["--mp", "1", "--dp", "1", "--layout", "unflat", "--state", "drop", "--piece", "8MiB"]
     points = ("window-written", "piece-recorded", "file-committed")
-    words = {point: [str(source), str(tmp_path / "out" / point), *options] for point in points}
+    words = {point: [str(large_source), str(tmp_path / "out" / point), *options] for point in points}
     cases = [{"name": point, "faults": [f"{point}:kill:1"], "words": words[point]} for point in points]
     (tmp_path / "faults").mkdir()
     told = told_by("tests.faults.sessions", tmp_path / "faults", text=json.dumps(cases))
@@ -159,14 +139,14 @@ def test_killed_workers_of_pieces(source: Path, whole: dict[str, bytes], tmp_pat
 def test_a_killed_run_into_s3_goes_on_with_its_upload(
     point: str,
     count: int,
-    source: Path,
+    large_source: Path,
     whole: dict[str, bytes],
     tmp_path: Path,
     s3_bucket: str,
     s3_server: S3Server,
 ) -> None:
     target = f"{s3_bucket}/out"
-    job = Job(source, target, tmp_path, OPTIONS, s3_server.environment())
+    job = Job(large_source, target, tmp_path, IN_PIECES, s3_server.environment())
     job.plan(point, "kill", count)
     assert job.run()[0] == -signal.SIGKILL
     pieces = [name for name in records(target) if ".piece-" in name]
