@@ -26,7 +26,7 @@ DEMO_TARGET := demo-output
 # What test-servers needs of Debian, and what it runs against the other store.
 SERVER_PACKAGES := radosgw ceph-mon ceph-osd user-mode-linux nfs-kernel-server kmod iproute2
 STORE_TESTS := tests/tasks/storage/test_s3.py tests/pipeline/test_storages.py tests/faults/test_pieces.py \
-	tests/faults/test_bad_days.py tests/faults/test_takeover.py tests/faults/test_driver_kills.py \
+	tests/faults/test_s3_bad_days.py tests/faults/test_takeover.py tests/faults/test_driver_kills.py \
 	tests/faults/test_worker_faults.py
 
 .PHONY: demo test test-servers bench soak clean
