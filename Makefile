@@ -9,7 +9,7 @@
 
 VENV ?= .venv
 # Arguments for the soak test: how many runs, and the seed of layouts and moments.
-SOAK ?= --runs 300 --ray-runs 30 --s3-runs 20
+SOAK ?= --runs 400 --ray-runs 30 --s3-runs 20
 # More arguments for pip, for example an index with smaller wheels of torch (README.md).
 PIP_ARGS ?=
 # The first Python that is new enough and can make environments.
