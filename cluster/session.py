@@ -111,7 +111,12 @@ def ray_session(
         if target == "local":
             _start_local(num_cpus, object_store_memory_bytes, python_path, environment or {})
         else:
-            _join(target, packages, environment or {})
+            try:
+                _join(target, packages, environment or {})
+            except ConnectionError as fault:
+                raise Unreachable(
+                    f"{target} answers, but not as a Ray cluster: give the port of its head (6379), not of its dashboard"
+                ) from fault
     except SystemExit as fault:
         # Ray's own handler of SIGTERM, in force while it starts: what has been started goes down in order.
         _shutdown()

@@ -29,7 +29,7 @@ from tasks.faults import reach
 from tasks.formats.metaseq_files import Found
 from tasks.reader_pool import ReaderPool
 from tasks.regroup_mp_slice import SliceSummary, regroup_mp_slice
-from tasks.storage import TransientStorageError
+from tasks.storage import TransientStorageError, basename
 from tasks.write_target_shard import ShardResult
 
 _PACKAGES = tuple(str(Path(__file__).resolve().parent.parent / name) for name in ("pipeline", "tasks", "cluster"))
@@ -152,7 +152,7 @@ def execute(request: Request, found: Found, execution: Executor, progress: Progr
             third = nodes.write_nodes(plan, source, target, folder.url, request)
             progress.begin("writing target files", len(third))
             results = [item for item in execution.run(third).values() if isinstance(item, ShardResult)]
-            proven = _check_source(plan, [*summaries, *results])
+            proven = _check_source(plan, summaries, results, folder)
         kept = sum(result.kept for result in results)
         if kept:
             say(f"{kept} of {len(results)} files were finished already and are still whole")
@@ -168,11 +168,17 @@ def execute(request: Request, found: Found, execution: Executor, progress: Progr
     return {**told, "source_records_proven": proven, "kept": kept}
 
 
-def _check_source(plan: Plan, read: Sequence[SliceSummary | ShardResult]) -> int:
+def _check_source(
+    plan: Plan, summaries: Sequence[SliceSummary], results: Sequence[ShardResult], folder: TargetFolder
+) -> int:
     """Hold what was read against the checksums in the source's files; return how many storages are proven whole."""
-    ranges = (item for result in read for item in result.read_ranges)
+    read: list[SliceSummary | ShardResult] = [*summaries, *results]
+    ranges = (item for each in read for item in each.read_ranges)
     with ReaderPool(plan.source.files) as readers:
         proven, damaged = check_records(plan.records, ranges, readers.read)
+    files = {record.file for record in damaged}
+    # A file that is mended may look as before, its time of change included: then records must not stand in the way.
+    folder.forget([basename(each.url) for each in results if any(item[0] in files for item in each.read_ranges)])
     raise_if(
         Problem(
             ErrorKind.SOURCE,

@@ -66,16 +66,22 @@ def piece_finished_before(paths: Mapping[str, str], record: str) -> PieceResult 
     result = _recorded(record, paths["plan_id"], PieceResult)
     if result is None:
         return None
-    if not storage.holds(paths["place"], [unit[1:] for unit in result.written], result.receipts):
-        identity = _identity(paths["file"])
-        if identity is None or identity.size_bytes != result.size_bytes or not _has(identity, result.written):
-            return None
-    return replace(result, kept=True, bytes_read=0, num_requests=0)
+    result = replace(result, kept=True, bytes_read=0, num_requests=0)
+    receipts = storage.holds(paths["place"], [unit[1:] for unit in result.written], result.receipts)
+    if receipts is not None:
+        return replace(result, receipts=receipts)
+    identity = _identity(paths["file"])
+    if identity is None or identity.size_bytes != result.size_bytes or not _has(identity, result.written):
+        return None
+    return replace(result, receipts=(), published=True)
 
 
 def _has(identity: FileIdentity, ranges: tuple[Range, ...]) -> bool:
-    with storage.open_reader(identity) as reader:
-        return all(isal_zlib.crc32(reader.read(begin, length)) == crc32 for _, begin, length, crc32 in ranges)
+    try:
+        with storage.open_reader(identity) as reader:
+            return all(isal_zlib.crc32(reader.read(begin, length)) == crc32 for _, begin, length, crc32 in ranges)
+    except ReshardError:
+        return False  # it is being replaced
 
 
 def _recorded(record: str, plan_id: str, kind: type[Result]) -> Result | None:

@@ -102,13 +102,19 @@ def in_words(what: Mapping[str, Any]) -> str:
         lines.append(f"  in work by {what['holder']}")
     if what["failure"]:
         lines += ["  what ended it:", *(f"    {line}" for line in what["failure"].splitlines())]
+    pieces = {name: f" ({told} pieces are there)" for name, told in what["pieces"].items()}
+    unfinished = [f"    {name}{pieces.get(name, '')}" for name in what["to_do"]]
+    if what["state"] == "running":
+        lines += [line for line in unfinished if line.endswith(")")][:10]
     if what["state"] in ("stopped", "damaged"):
         again = "the same command with --overwrite" if what["state"] == "damaged" else "the same command again"
-        lines.append(f"  {again} would write {len(what['to_do'])} files, and check the others:")
-        pieces = {name: f" ({told} pieces are there)" for name, told in what["pieces"].items()}
-        lines += [f"    {name}{pieces.get(name, '')}" for name in what["to_do"][:10]]
-        if len(what["to_do"]) > 10:
-            lines.append(f"    and {len(what['to_do']) - 10} more")
+        if unfinished:
+            lines.append(f"  {again} would write {len(unfinished)} of the files, and check what is there:")
+        else:
+            lines.append(f"  {again} would check the files and write the manifest")
+        lines += unfinished[:10]
+        if len(unfinished) > 10:
+            lines.append(f"    and {len(unfinished) - 10} more")
     return "\n".join(lines)
 
 

@@ -197,9 +197,24 @@ class TargetFolder:
             "target": self._described(),
             "files": [self._plan.file_name(mp, dp) for mp, dp in self._plan.ranks()],
         }
+        before = self._read(self._work(RUN))
         storage.write_small(self._work(RUN), json.dumps(run, indent=1).encode())
         storage.delete(self._work(FAILURE))
-        self.clean_up(finished=False)
+        if before is not None and before.get("plan_id") != self._plan.plan_id:
+            self._fence_off()
+        else:
+            self.clean_up(finished=False)
+
+    def _fence_off(self) -> None:
+        """Remove what a sleeping worker of another plan could still publish; raise where that cannot be done."""
+        failures: list[Exception] = []
+        for remove in self._leftovers(finished=False):
+            try:
+                remove()
+            except (ReshardError, OSError) as failure:
+                failures.append(failure)
+        if failures:
+            raise failures[0]
 
     def clean_up(self, *, finished: bool) -> None:
         """Remove what killed attempts left half written. For the holder of the lease, while none of its nodes runs.
@@ -209,7 +224,8 @@ class TargetFolder:
         """
         with suppress(ReshardError, OSError):
             for remove in self._leftovers(finished=finished):
-                remove()
+                with suppress(ReshardError, OSError):
+                    remove()
 
     def clean_up_if_free(self, tell: Callable[[str], None]) -> None:
         """Do the same for a target that is done; where another run has the lease, it is that run's to do.
@@ -255,6 +271,13 @@ class TargetFolder:
         for name in self._files(self._work("plan.parquet")):
             if name not in plans:
                 storage.delete(self._work("plan.parquet", name))
+
+    def forget(self, names: Sequence[str]) -> None:
+        """Forget that files, and pieces of them, were finished: what was read for them was wrong."""
+        for record in self._files(self._work("records")):
+            piece = piece_of(record)
+            if (piece[0] if piece else record.removesuffix(".json")) in names:
+                storage.delete(self._work("records", record))
 
     def lease(self, tell: Callable[[str], None]) -> Lease:
         """Return the claim to write here, to be entered before anything is written."""

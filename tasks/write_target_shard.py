@@ -85,6 +85,8 @@ class PieceResult:
     read_ranges: tuple[Range, ...] = ()
     kept: bool = False
     "an earlier run had written it"
+    published: bool = False
+    "and it was found in the published file, not in an unfinished one"
 
     @property
     def written_bytes(self) -> int:
@@ -280,7 +282,8 @@ def _write_whole(work: _Work, before_commit: Callable[[], None]) -> tuple[FileId
     ) as writer:
         written = work.stream(work.units(), Ledger(), lambda _, view: writer.write(view))
         before_commit()
-        return writer.commit(), _total(written, size)
+        crc32 = _total(written, size)
+        return writer.commit(), crc32
 
 
 def _complete(
@@ -290,6 +293,8 @@ def _complete(
     pieces = [piece for piece in pieces if piece.size_bytes == work.layout.size_bytes]
     receipts = [receipt for piece in pieces for receipt in piece.receipts] if pieces else None
     try:
+        if any(piece.published for piece in pieces):
+            raise PiecesLostError(work.to.place)
         return _commit_pieces(work, pieces, receipts, before_commit)
     except PiecesLostError:
         adopted = _adopt(work, pieces)
@@ -307,7 +312,8 @@ def _commit_pieces(
         written = _fill_up(work, pieces, writer.write)
         more = writer.finish()
         before_commit()
-        return writer.commit((*(receipts or ()), *more)), _total(written, size)
+        crc32 = _total(written, size)
+        return writer.commit((*(receipts or ()), *more)), crc32
 
 
 def _fill_up(work: _Work, pieces: Sequence[PieceResult], put: Put) -> tuple[Range, ...]:

@@ -91,8 +91,8 @@ def open_pieces(
     return _backend(url).open_pieces(url, size_bytes, urls.normalise(place), receipts, durable=durable)
 
 
-def holds(place: str, ranges: Sequence[tuple[int, int, int]], receipts: Sequence[str]) -> bool:
-    """Tell whether the (offset, length, CRC32) that were written piece by piece are there, byte for byte."""
+def holds(place: str, ranges: Sequence[tuple[int, int, int]], receipts: Sequence[str]) -> tuple[str, ...] | None:
+    """Return receipts for the (offset, length, CRC32) that were written piece by piece; None if they are not there."""
     place = urls.normalise(place)
     return _backend(place).holds(place, ranges, receipts)
 

@@ -49,7 +49,7 @@ class GenericBackend:
 
     def stat(self, url: str) -> FileIdentity:
         file_system, path = _find(url)
-        with _lock, _explained(url, ErrorKind.SOURCE):
+        with _exclusive(url), _explained(url, ErrorKind.SOURCE):
             file_system.invalidate_cache()
             try:
                 found = file_system.info(path)
@@ -61,13 +61,13 @@ class GenericBackend:
 
     def exists(self, url: str) -> bool:
         file_system, path = _find(url)
-        with _lock, _explained(url, ErrorKind.SOURCE):
+        with _exclusive(url), _explained(url, ErrorKind.SOURCE):
             file_system.invalidate_cache()
             return bool(file_system.exists(path))
 
     def list_files(self, url: str) -> tuple[ListedFile, ...]:
         file_system, path = _find(url)
-        with _lock, _explained(url, ErrorKind.SOURCE):
+        with _exclusive(url), _explained(url, ErrorKind.SOURCE):
             file_system.invalidate_cache()
             if not file_system.isdir(path):
                 raise no_such_directory(url)
@@ -99,15 +99,15 @@ class GenericBackend:
     ) -> PieceWriter:
         raise NotImplementedError(f"{url} cannot be written piece by piece")
 
-    def holds(self, place: str, ranges: Sequence[tuple[int, int, int]], receipts: Sequence[str]) -> bool:
-        return False
+    def holds(self, place: str, ranges: Sequence[tuple[int, int, int]], receipts: Sequence[str]) -> None:
+        return None
 
     def drop_pieces(self, place: str) -> None:
         self.delete(place)
 
     def create_only(self, url: str, data: bytes) -> bool:
         file_system, path = _find(url)
-        with _lock, _explained(url, ErrorKind.TARGET):
+        with _exclusive(url), _explained(url, ErrorKind.TARGET):
             file_system.invalidate_cache()
             if file_system.exists(path):
                 return False
@@ -119,7 +119,7 @@ class GenericBackend:
 
     def delete(self, url: str) -> None:
         file_system, path = _find(url)
-        with _lock, _explained(url, ErrorKind.TARGET), contextlib.suppress(FileNotFoundError):
+        with _exclusive(url), _explained(url, ErrorKind.TARGET), contextlib.suppress(FileNotFoundError):
             file_system.rmdir(path) if file_system.isdir(path) else file_system.rm_file(path)
 
     def leftovers(self, url: str, places: Sequence[str]) -> tuple[Callable[[], None], ...]:
@@ -128,7 +128,7 @@ class GenericBackend:
 
     def make_directory(self, url: str) -> None:
         file_system, path = _find(url)
-        with _lock, _explained(url, ErrorKind.TARGET):
+        with _exclusive(url), _explained(url, ErrorKind.TARGET):
             file_system.makedirs(path, exist_ok=True)
 
 
@@ -182,8 +182,7 @@ class GenericReader:
             time.sleep(pause)
 
     def _read_once(self, offset_bytes: int, length_bytes: int) -> bytes:
-        exclusive = _lock if urls.protocol(self.identity.url) == "memory" else contextlib.nullcontext()
-        with exclusive, _explained(self.identity.url, ErrorKind.SOURCE):
+        with _exclusive(self.identity.url), _explained(self.identity.url, ErrorKind.SOURCE):
             try:
                 return bytes(
                     self._file_system.cat_file(self._path, start=offset_bytes, end=offset_bytes + length_bytes)
@@ -213,7 +212,7 @@ class GenericWriter:
     def commit(self) -> FileIdentity:
         check_whole(self._url, self._size_bytes, self._written_bytes)
         file_system, path = _find(self._url)
-        with _lock, _explained(self._url, ErrorKind.TARGET):
+        with _exclusive(self._url), _explained(self._url, ErrorKind.TARGET):
             self._spool.flush()
             # put_file on the memory file system shows the file while it grows.
             if self._size_bytes <= _PIPED_BYTES or urls.protocol(self._url) == "memory":
@@ -241,6 +240,11 @@ class GenericWriter:
 
     def __reduce__(self) -> str:
         raise TypeError("a writer belongs to its process")
+
+
+def _exclusive(url: str) -> contextlib.AbstractContextManager[object]:
+    """Let threads take turns at the memory file system. No others: a call that hangs there would hold the lock."""
+    return _lock if urls.protocol(url) == "memory" else contextlib.nullcontext()
 
 
 def _find(url: str) -> tuple[Any, str]:

@@ -69,8 +69,11 @@ class LocalBackend:
     ) -> local_writer.LocalPieceWriter:
         return local_writer.LocalPieceWriter(url, size_bytes, place, receipts, durable=durable)
 
-    def holds(self, place: str, ranges: Sequence[tuple[int, int, int]], receipts: Sequence[str]) -> bool:
-        return local_writer.holds(place, ranges)
+    def holds(
+        self, place: str, ranges: Sequence[tuple[int, int, int]], receipts: Sequence[str]
+    ) -> tuple[str, ...] | None:
+        with reading(place):
+            return local_writer.holds(place, ranges)
 
     def drop_pieces(self, place: str) -> None:
         self.delete(place)

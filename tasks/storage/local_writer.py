@@ -7,6 +7,7 @@ is there stays when they die.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import uuid
@@ -20,7 +21,7 @@ from tasks.errors import ReshardError
 from tasks.storage import urls
 from tasks.storage.interface import FileIdentity
 from tasks.storage.local_errors import writing
-from tasks.storage.local_reader import LocalReader, fresh_stat, identity_of
+from tasks.storage.local_reader import fresh_stat
 from tasks.storage.problems import PiecesLostError, check_room, check_whole
 from tasks.storage.unpublished_file import UnpublishedFile, make_directory
 
@@ -61,16 +62,20 @@ class LocalWriter:
     def commit(self) -> FileIdentity:
         check_whole(self._url, self._size_bytes, self._written_bytes)
         self._file.sync()
-        identity = self._file.publish()
+        try:
+            identity = self._file.publish()
+        except PiecesLostError as cause:
+            with writing(self._url):  # whoever has taken the target over has removed it
+                raise FileNotFoundError(errno.ENOENT, "the unfinished file was removed", self._file.path) from cause
         self._published = True
         return identity
 
     def abort(self) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ReshardError), writing(self._url):
             self._file.close()
         if not self._published:
             self._published = True
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, ReshardError), writing(self._url):
                 os.unlink(self._file.path)
 
     def __enter__(self) -> Self:
@@ -101,6 +106,10 @@ class LocalPieceWriter:
                 if not begun:
                     raise
                 raise PiecesLostError(place) from None
+            self._receipt = _receipt(os.fstat(self._file.descriptor))
+        if any(receipt != self._receipt for receipt in receipts or ()):
+            self._file.close()
+            raise PiecesLostError(place)
 
     def write(self, offset_bytes: int, buffer: memoryview | bytes) -> None:
         view = memoryview(buffer).cast("B")
@@ -112,13 +121,22 @@ class LocalPieceWriter:
 
     def finish(self) -> tuple[str, ...]:
         self._file.sync()
-        return ()
+        with writing(self._url):
+            self._file.close()  # without a sync, NFS tells only here what it could not keep
+        return (self._receipt,)
 
     def commit(self, receipts: Sequence[str]) -> FileIdentity:
-        check_whole(self._url, self._size_bytes, self._file.size_bytes())
         with writing(self._url):
             make_directory(urls.parent(self._url))
-        return self._file.publish()
+            try:
+                found = fresh_stat(self._file.path)
+                if any(receipt != _receipt(found) for receipt in (*receipts, self._receipt)):
+                    raise PiecesLostError(self._file.path)
+                check_whole(self._url, self._size_bytes, found.st_size)
+                return self._file.publish()
+            except FileNotFoundError:
+                # Committed by another attempt, or removed by who has taken the target over.
+                raise PiecesLostError(self._file.path) from None
 
     def __enter__(self) -> Self:
         return self
@@ -126,27 +144,39 @@ class LocalPieceWriter:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ReshardError), writing(self._url):
             self._file.close()
 
     def __reduce__(self) -> str:
         raise TypeError("a writer belongs to its process")
 
 
-def holds(place: str, ranges: Sequence[tuple[int, int, int]]) -> bool:
-    """Read what is there: a record may be older than a crash that took the bytes along."""
+def _receipt(found: os.stat_result) -> str:
+    """Name the file that was written to: the one at a place may be another by now. NFS gives all nodes this number."""
+    return f"file {found.st_ino}"
+
+
+def holds(place: str, ranges: Sequence[tuple[int, int, int]]) -> tuple[str, ...] | None:
+    """Read what is there: a record may be older than a crash that took the bytes along.
+
+    Others may write to the file meanwhile, so its size and time of change say nothing.
+    """
     buffer = bytearray(max((length for _, length, _ in ranges), default=0))
     try:
-        identity = identity_of(place, fresh_stat(place))
-        with LocalReader(identity) as reader:
-            for begin, length, crc32 in ranges:
-                view = memoryview(buffer)[:length]
-                reader.read_into(begin, view)
-                if isal_zlib.crc32(view) != crc32:
-                    return False
-    except (OSError, ReshardError):
-        return False  # gone, shorter, or written to at this moment
-    return True
+        descriptor = os.open(place, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        for begin, length, crc32 in ranges:
+            view = memoryview(buffer)[:length]
+            done = 0
+            while done < length and (count := os.preadv(descriptor, [view[done:]], begin + done)):
+                done += count
+            if done < length or isal_zlib.crc32(view) != crc32:
+                return None
+        return (_receipt(os.fstat(descriptor)),)
+    finally:
+        os.close(descriptor)
 
 
 def temporary_path(directory: str, name: str) -> str:

@@ -10,6 +10,7 @@ import functools
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
@@ -27,10 +28,10 @@ _LOOK_SECONDS = 1.0
 _PARTING_SECONDS = 2.0
 
 # By thread: what is waited for, and since when.
-_calls: dict[int, tuple[str, float]] = {}
+_calls: dict[threading.Thread, tuple[str, float]] = {}
 # Threads that are to end, and helpers of theirs, which others may use again.
-_given_up: set[int] = set()
-_helpers_given_up: set[int] = set()
+_given_up: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_helpers_given_up: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 def patience_seconds() -> float:
@@ -41,7 +42,7 @@ def patience_seconds() -> float:
 @contextmanager
 def call(url: str) -> Iterator[None]:
     """Mark what is inside as one call of storage; inside another it is part of that."""
-    me = threading.get_ident()
+    me = threading.current_thread()
     if me in _calls:
         yield
         return
@@ -54,14 +55,26 @@ def call(url: str) -> Iterator[None]:
         _end_if_given_up(me, url)
 
 
-def longest_call() -> tuple[str, float, int]:
-    """Return what is waited for longest, for how many seconds, and the thread; ("", 0, 0) if nothing is."""
-    waiting = [(url, since, thread) for thread, (url, since) in list(_calls.items())]
-    waiting = [each for each in waiting if each[2] not in _given_up | _helpers_given_up]
+def longest_call() -> tuple[str, float]:
+    """Return what is waited for longest, and for how many seconds; ("", 0) if nothing is."""
+    waiting = [
+        (url, since)
+        for thread, (url, since) in list(_calls.items())
+        if thread not in _given_up and thread not in _helpers_given_up
+    ]
     if not waiting:
-        return "", 0.0, 0
-    url, since, thread = min(waiting, key=lambda found: found[1])
-    return url, time.monotonic() - since, thread
+        return "", 0.0
+    url, since = min(waiting, key=lambda found: found[1])
+    return url, time.monotonic() - since
+
+
+def _give_up(owner: threading.Thread) -> None:
+    """Let the threads end that have waited long, a task's own and its helpers': one dead server may hold several."""
+    long_ago = time.monotonic() - patience_seconds() / 2
+    _given_up.add(owner)
+    _helpers_given_up.update(
+        thread for thread, (_, since) in list(_calls.items()) if since < long_ago and thread is not owner
+    )
 
 
 def limited(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
@@ -74,14 +87,13 @@ def limited(function: Callable[Parameters, Result]) -> Callable[Parameters, Resu
         thread.start()
         try:
             while not wait([result], timeout=_LOOK_SECONDS).done:
-                url, seconds, stuck = longest_call()
+                url, seconds = longest_call()
                 if seconds > patience_seconds():
-                    if stuck != thread.ident:
-                        _helpers_given_up.add(stuck)
+                    _give_up(thread)
                     raise TransientStorageError(f"{url}: no answer for {seconds:.0f} s")
         except BaseException:
             # Stopped from outside, too: nothing that was begun here may go on behind the caller's back.
-            _given_up.add(thread.ident or 0)
+            _given_up.add(thread)
             thread.join(_PARTING_SECONDS)
             raise
         thread.join()
@@ -96,10 +108,10 @@ def _work(result: Future[Result], function: Callable[[], Result]) -> None:
     except BaseException as fault:  # noqa: BLE001  whatever it is, it is the caller's
         result.set_exception(fault)
     finally:
-        _given_up.discard(threading.get_ident())
+        _given_up.discard(threading.current_thread())
 
 
-def _end_if_given_up(thread: int, url: str) -> None:
+def _end_if_given_up(thread: threading.Thread, url: str) -> None:
     if thread in _given_up or thread in _helpers_given_up:
         _helpers_given_up.discard(thread)
         raise TransientStorageError(f"{url}: was waited for no longer")

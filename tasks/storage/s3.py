@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from typing import Any
 
 from tasks.errors import ErrorKind, ReshardError
-from tasks.storage import s3_client, s3_parts, s3_pieces, s3_writer
+from tasks.storage import s3_client, s3_errors, s3_parts, s3_pieces, s3_writer
 from tasks.storage.interface import FileIdentity, ListedFile
 from tasks.storage.problems import no_such_directory, no_such_file, source_changed
 from tasks.storage.s3_reader import S3Reader
@@ -60,8 +60,10 @@ class S3Backend:
     ) -> s3_pieces.S3PieceWriter:
         return s3_pieces.S3PieceWriter(url, size_bytes, place, receipts)
 
-    def holds(self, place: str, ranges: Sequence[tuple[int, int, int]], receipts: Sequence[str]) -> bool:
-        return s3_pieces.holds(place, receipts)
+    def holds(
+        self, place: str, ranges: Sequence[tuple[int, int, int]], receipts: Sequence[str]
+    ) -> tuple[str, ...] | None:
+        return tuple(receipts) if s3_pieces.holds(place, receipts) else None
 
     def drop_pieces(self, place: str) -> None:
         s3_pieces.drop(place)
@@ -120,7 +122,11 @@ async def _uploads(url: str, noted: Collection[str]) -> tuple[Callable[[], None]
 def _abort(url: str, upload_id: str) -> None:
     bucket, key = s3_client.split(url)
     arguments = {"Bucket": bucket, "Key": key, "UploadId": upload_id}
-    s3_client.run(s3_client.call, "abort_multipart_upload", url, ErrorKind.TARGET, **arguments)
+    try:
+        s3_client.run(s3_client.call, "abort_multipart_upload", url, ErrorKind.TARGET, **arguments)
+    except ReshardError as cause:
+        if s3_errors.facts(cause)[1] != 404:  # it was ended meanwhile
+            raise
 
 
 async def _is_prefix(url: str) -> bool:

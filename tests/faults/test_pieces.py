@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tasks import storage
 from tests.faults.children import Job
 from tests.faults.programs import told_by
 from tests.faults.targets import IN_PIECES, leftovers, published
+from tests.faults.test_takeover import believe_dead
 from tests.running import reshard_here
 from tests.servers import S3Server
 
@@ -109,6 +111,57 @@ def test_a_piece_whose_bytes_are_not_those_of_its_record_is_written_again(
     assert code == 0, said
     assert published(target) == whole
     assert result_of(said)["bytes_written"] > 8 << 20
+
+
+def test_pieces_of_a_published_file_are_not_mixed_with_those_of_a_new_one(
+    large_source: Path, whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    """Killed behind the commit, begun anew with other pieces, and resumed with the first ones."""
+    target = tmp_path / "out"
+    first = Job(large_source, target, tmp_path / "first", IN_PIECES)
+    first.plan("file-committed", "kill")
+    assert first.run()[0] == -signal.SIGKILL
+    second = Job(large_source, target, tmp_path / "second", {**IN_PIECES, "piece_bytes": 16 << 20})
+    second.plan("piece-recorded", "kill")
+    assert second.run()[0] == -signal.SIGKILL
+    code, said = Job(large_source, target, tmp_path / "third", IN_PIECES).run()
+    assert code == 0, said
+    assert published(target) == whole
+
+
+@pytest.mark.parametrize("lost", [0, 1, 3])
+def test_a_record_of_a_piece_that_a_power_cut_took_does_no_harm(
+    lost: int, large_source: Path, whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    target = tmp_path / "out"
+    job = Job(large_source, target, tmp_path, IN_PIECES)
+    job.plan("file-committed", "kill")
+    assert job.run()[0] == -signal.SIGKILL
+    (target / ".reshard" / "records" / f"checkpoint_last.pt.piece-{lost}-of-4.json").unlink()
+    code, said = job.run()
+    assert code == 0, said
+    assert published(target) == whole
+    assert list((target / ".reshard" / "pieces").iterdir()) == []
+
+
+def test_the_second_of_two_attempts_finds_the_work_of_the_first(
+    large_source: Path, whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    """As where a machine is believed dead and is not: both commit."""
+    target = tmp_path / "out"
+    sleeper = Job(large_source, target, tmp_path / "sleeper", IN_PIECES)
+    sleeper.plan("commit-allowed", "pause")
+    child = sleeper.start()
+    deadline = time.monotonic() + 30
+    while not sleeper.happened("commit-allowed").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    believe_dead(target)
+    code, said = Job(large_source, target, tmp_path / "second", IN_PIECES).run()
+    assert code == 0, said
+    sleeper.happened("commit-allowed").unlink()
+    assert child.wait() in (5, 7), child.said
+    assert "No such file" not in child.said
+    assert published(target) == whole
 
 
 def test_another_plan_forgets_the_pieces(large_source: Path, tmp_path: Path) -> None:
