@@ -115,7 +115,7 @@ def ray_session(
                 _join(target, packages, environment or {})
             except ConnectionError as fault:
                 raise Unreachable(
-                    f"{target} answers, but not as a Ray cluster: give the port of its head (6379), not of its dashboard"
+                    f"{target} answers, but not as a Ray cluster: give the port of its head (6379), not its dashboard"
                 ) from fault
     except SystemExit as fault:
         # Ray's own handler of SIGTERM, in force while it starts: what has been started goes down in order.
