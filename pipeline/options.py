@@ -98,7 +98,7 @@ def make_parser() -> CommandParser:
         epilog=EXAMPLES,
     )
     parser.add_argument("source", metavar="SOURCE", help="directory, prefix, file or quoted glob: a path or fsspec URL")
-    parser.add_argument("target", metavar="TARGET", help="directory or prefix: a path or fsspec URL")
+    parser.add_argument("target", metavar="TARGET", help="directory: a path or fsspec URL")
     shape = parser.add_argument_group("shape of the target")
     shape.add_argument("--mp", type=_positive, metavar="N", help="model-parallel parts (default: as in the source)")
     shape.add_argument("--dp", type=_positive, metavar="N", help="data-parallel shards (default: as in the source)")
