@@ -253,11 +253,12 @@ class Execution:
         num_failures = self._failures[node.id]
         seconds = time.monotonic() - attempt.submitted
         message = f"{type(cause).__name__}: {cause}"
-        may_pass = is_lost_by_ray(cause) or self._retry.is_retryable(cause)
         if is_out_of_memory(cause):
             self._starved[node.id] += 1
             may_pass = self._starved[node.id] == 1
             cause = cause if may_pass else OutOfMemory(message)
+        else:
+            may_pass = is_lost_by_ray(cause) or self._retry.is_retryable(cause)
         if num_failures > self._retry.max_retries or not may_pass:
             self._observe(Event(EventKind.FAILED, node.id, node.kind, num_attempts, seconds, message=message))
             trace = _COLOURS.sub("", str(error)) if is_from_task else ""

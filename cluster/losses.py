@@ -18,7 +18,6 @@ def is_lost_by_ray(cause: BaseException) -> bool:
         exceptions.WorkerCrashedError
         | exceptions.NodeDiedError
         | exceptions.LocalRayletDiedError
-        | exceptions.OutOfMemoryError
         | exceptions.ObjectLostError,
     )
 

@@ -111,12 +111,7 @@ def ray_session(
         if target == "local":
             _start_local(num_cpus, object_store_memory_bytes, python_path, environment or {})
         else:
-            try:
-                _join(target, packages, environment or {})
-            except ConnectionError as fault:
-                raise Unreachable(
-                    f"{target} answers, but not as a Ray cluster: give the port of its head (6379), not its dashboard"
-                ) from fault
+            _join(target, packages, environment or {})
     except SystemExit as fault:
         # Ray's own handler of SIGTERM, in force while it starts: what has been started goes down in order.
         _shutdown()
@@ -188,7 +183,12 @@ def _join(address: str, packages: Sequence[str], environment: Mapping[str, str])
     with _quiet():
         import ray
 
-        ray.init(address=address, runtime_env=runtime_env or None, log_to_driver=False, logging_level="ERROR")
+        try:
+            ray.init(address=address, runtime_env=runtime_env or None, log_to_driver=False, logging_level="ERROR")
+        except ConnectionError as fault:
+            raise Unreachable(
+                f"{address} answers, but not as a Ray cluster: give the port of its head (6379), not its dashboard"
+            ) from fault
 
 
 def _shutdown() -> None:

@@ -176,9 +176,10 @@ def _check_source(
     ranges = (item for each in read for item in each.read_ranges)
     with ReaderPool(plan.source.files) as readers:
         proven, damaged = check_records(plan.records, ranges, readers.read)
-    files = {record.file for record in damaged}
-    # A file that is mended may look as before, its time of change included: then records must not stand in the way.
-    folder.forget([basename(each.url) for each in results if any(item[0] in files for item in each.read_ranges)])
+    if damaged:
+        files = {record.file for record in damaged}
+        # A file that is mended may look as before, its time of change included: then records must not stand in the way.
+        folder.forget([basename(each.url) for each in results if any(item[0] in files for item in each.read_ranges)])
     raise_if(
         Problem(
             ErrorKind.SOURCE,

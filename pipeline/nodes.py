@@ -21,6 +21,7 @@ from cluster.dag import Node
 from pipeline.options import Request
 from pipeline.planning import Plan
 from pipeline.records import finished_before, may_be_finished, piece_finished_before, piece_record, record_of
+from pipeline.work_folder import PIECES, PLANS, RECORDS, TEMPORARY, WORK
 from tasks import storage
 from tasks.checkpoint import ShardIndex
 from tasks.errors import ErrorKind, Problem, error
@@ -63,26 +64,20 @@ def write(
 ) -> tuple[ShardResult | int, PieceResult | None]:
     """Write one target file, but for its `pieces`; or one `piece` of it: (number, count). Then leave a record.
 
-    The driver is told of a piece how many bytes it has; all else goes to the node of the file.
+    The first file of a slice saves the slice's plan as well. The driver is told of a piece how many bytes it has; all
+    else goes to the node of the file.
     """
     to = Destination(paths["file"], paths["temporary"], memory_bytes, durable, paths["place"])
-    if piece is None:
-        return _write_file(source, target, mp, dp, paths, to, table, pieces), None
-    result = _write_piece(source, target, mp, dp, paths, to, table, piece)
-    return result.written_bytes, result
+    what = (source, target, mp, dp, to, table)
+    if piece is not None:
+        result = _write_piece(paths, piece_record(paths, *piece), partial(write_piece, *what, *piece))
+        return result.written_bytes, result
+    work = partial(write_target_shard, *what, pieces, before_commit=partial(check_run, paths))
+    return _write_file(paths, table if dp == 0 else None, work), None
 
 
-def _write_file(
-    source: Source,
-    target: Target,
-    mp: int,
-    dp: int,
-    paths: Mapping[str, str],
-    to: Destination,
-    table: pa.Table,
-    pieces: Sequence[PieceResult],
-) -> ShardResult:
-    """Write a file and its completion record; the first file of a slice saves the slice's plan as well.
+def _write_file(paths: Mapping[str, str], plan: pa.Table | None, work: Callable[[], ShardResult]) -> ShardResult:
+    """Do what writes a file, then write its completion record; a plan that is given is saved before.
 
     Records and plans need not survive a power cut: without them the work is done again. An fsync for each of them would
     make the file system flush everything else that was written.
@@ -90,32 +85,22 @@ def _write_file(
     kept = finished_before(paths)
     if kept is not None:
         return kept
-    if dp == 0:
-        save_table(paths["plan"], table)
+    if plan is not None:
+        save_table(paths["plan"], plan)
         reach("plan-saved", paths["plan"])
-    result = write_target_shard(source, target, mp, dp, to, table, pieces, before_commit=partial(check_run, paths))
+    result = work()
     reach("file-committed", paths["file"])
     storage.write_small(paths["record"], record_of(paths["plan_id"], result), durable=False)
     reach("record-written", paths["record"])
     return result
 
 
-def _write_piece(
-    source: Source,
-    target: Target,
-    mp: int,
-    dp: int,
-    paths: Mapping[str, str],
-    to: Destination,
-    table: pa.Table,
-    piece: tuple[int, int],
-) -> PieceResult:
+def _write_piece(paths: Mapping[str, str], record: str, work: Callable[[], PieceResult]) -> PieceResult:
     if may_be_finished(paths):
         return PieceResult()  # the file's own node looks closer, and does what is missing
-    record = piece_record(paths, *piece)
     result = piece_finished_before(paths, record)
     if result is None:
-        result = write_piece(source, target, mp, dp, to, table, *piece)
+        result = work()
         storage.write_small(record, record_of(paths["plan_id"], result), durable=False)
         reach("piece-recorded", record)
     return result
@@ -180,14 +165,14 @@ def write_nodes(plan: Plan, source: object, target: object, folder: str, request
 def paths(plan: Plan, folder: str, mp: int, dp: int, *, in_pieces: bool) -> dict[str, str]:
     """Name everything that the node of one target file writes."""
     name = plan.file_name(mp, dp)
-    work = storage.join(folder, ".reshard")
+    work = storage.join(folder, WORK)
     return {
         "file": storage.join(folder, name),
-        "temporary": storage.join(work, "temporary"),
+        "temporary": storage.join(work, TEMPORARY),
         "run": storage.join(work, RUN),
-        "plan": storage.join(work, "plan.parquet", f"model_part-{mp}.parquet"),
-        "record": storage.join(work, "records", f"{name}.json"),
-        "place": storage.join(work, "pieces", f"{plan.plan_id}-{mp}-{dp}") if in_pieces else "",
+        "plan": storage.join(work, PLANS, f"model_part-{mp}.parquet"),
+        "record": storage.join(work, RECORDS, f"{name}.json"),
+        "place": storage.join(work, PIECES, f"{plan.plan_id}-{mp}-{dp}") if in_pieces else "",
         "plan_id": plan.plan_id,
     }
 

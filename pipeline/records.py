@@ -29,10 +29,10 @@ def record_of(plan_id: str, result: ShardResult | PieceResult) -> bytes:
 
 def finished_before(paths: Mapping[str, str]) -> ShardResult | None:
     """Return the result of an earlier run whose record holds: same plan, and the file still has its checksum."""
-    result = _recorded(paths["record"], paths["plan_id"], ShardResult)
-    identity = _identity(paths["file"])
-    if result is None or identity is None or identity.size_bytes != result.size_bytes:
+    claimed = _claimed(paths)
+    if claimed is None:
         return None
+    result, identity = claimed
     try:
         return replace(result, kept=True) if storage.checksum(identity) == result.crc32 else None
     except ReshardError:
@@ -41,9 +41,7 @@ def finished_before(paths: Mapping[str, str]) -> ShardResult | None:
 
 def may_be_finished(paths: Mapping[str, str]) -> bool:
     """Tell, without reading it, whether a file seems to be finished."""
-    result = _recorded(paths["record"], paths["plan_id"], ShardResult)
-    identity = _identity(paths["file"]) if result else None
-    return result is not None and identity is not None and identity.size_bytes == result.size_bytes
+    return _claimed(paths) is not None
 
 
 def piece_record(paths: Mapping[str, str], number: int, count: int) -> str:
@@ -61,6 +59,12 @@ def piece_of(record_name: str) -> tuple[str, int, int] | None:
     return (found[1], int(found[2]), int(found[3])) if found else None
 
 
+def file_of(record_name: str) -> str:
+    """Return the name of the file that a record is of, or whose piece it is of."""
+    piece = piece_of(record_name)
+    return piece[0] if piece else record_name.removesuffix(".json")
+
+
 def piece_finished_before(paths: Mapping[str, str], record: str) -> PieceResult | None:
     """Return the result of an earlier run whose bytes are still there, in the unfinished or the published file."""
     result = _recorded(record, paths["plan_id"], PieceResult)
@@ -70,8 +74,8 @@ def piece_finished_before(paths: Mapping[str, str], record: str) -> PieceResult 
     receipts = storage.holds(paths["place"], [unit[1:] for unit in result.written], result.receipts)
     if receipts is not None:
         return replace(result, receipts=receipts)
-    identity = _identity(paths["file"])
-    if identity is None or identity.size_bytes != result.size_bytes or not _has(identity, result.written):
+    identity = _sized(paths["file"], result.size_bytes)
+    if identity is None or not _has(identity, result.written):
         return None
     return replace(result, receipts=(), published=True)
 
@@ -98,8 +102,17 @@ def _as_tuples(value: Any) -> Any:
     return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
 
 
-def _identity(url: str) -> FileIdentity | None:
+def _claimed(paths: Mapping[str, str]) -> tuple[ShardResult, FileIdentity] | None:
+    """Return what the record of a file claims, and the file, if that has the size."""
+    result = _recorded(paths["record"], paths["plan_id"], ShardResult)
+    identity = _sized(paths["file"], result.size_bytes) if result else None
+    return (result, identity) if result and identity else None
+
+
+def _sized(url: str, size_bytes: int) -> FileIdentity | None:
+    """Return the file if it is there in this size."""
     try:
-        return storage.stat(url)
+        identity = storage.stat(url)
     except ReshardError:
         return None
+    return identity if identity.size_bytes == size_bytes else None

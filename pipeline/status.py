@@ -12,7 +12,8 @@ from pipeline.lease import describe, is_alive, latest_lease
 from pipeline.messages import CommandParser, run_command
 from pipeline.nodes import RUN
 from pipeline.records import piece_of
-from pipeline.target_folder import FAILURE, MANIFEST, WORK, named_files
+from pipeline.target_folder import FAILURE, MANIFEST, named_files
+from pipeline.work_folder import RECORDS, WORK, files_in
 from tasks import storage
 from tasks.errors import ErrorKind, ReshardError, error
 
@@ -69,7 +70,7 @@ def _recorded(url: str, files: Sequence[str], run: Mapping[str, Any] | None) -> 
     sizes = {file.name: file.size_bytes for file in storage.list_files(url)}
     finished = []
     for name in files:
-        record = _read(storage.join(url, WORK, "records", f"{name}.json")) or {}
+        record = _read(storage.join(url, WORK, RECORDS, f"{name}.json")) or {}
         if run and record.get("plan_id") == run.get("plan_id") and sizes.get(name) == record.get("size_bytes"):
             finished.append(name)
     return finished
@@ -77,8 +78,7 @@ def _recorded(url: str, files: Sequence[str], run: Mapping[str, Any] | None) -> 
 
 def _pieces(url: str, unfinished: Collection[str]) -> dict[str, str]:
     """Say of files that are written in pieces how many of these are there: '3 of 8'."""
-    folder = storage.join(url, WORK, "records")
-    records = [file.name for file in storage.list_files(folder)] if unfinished and storage.exists(folder) else []
+    records = files_in(storage.join(url, WORK, RECORDS)) if unfinished else []
     found = Counter((piece[0], piece[2]) for name in records if (piece := piece_of(name)))
     return {name: f"{number} of {count}" for (name, count), number in sorted(found.items()) if name in unfinished}
 

@@ -7,17 +7,16 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from functools import partial
 from importlib.metadata import version
 from typing import Any
 
 from pipeline.lease import Lease
 from pipeline.nodes import RUN
 from pipeline.planning import Plan
-from pipeline.records import piece_of
+from pipeline.work_folder import PLANS, WorkFolder, files_in
 from tasks import storage
 from tasks.errors import ErrorKind, Problem, ReshardError, error, raise_if
 from tasks.family import some
@@ -26,10 +25,7 @@ from tasks.formats.metaseq_names import parse
 from tasks.write_target_shard import ShardResult
 
 MANIFEST = "manifest.json"
-WORK = ".reshard"
 FAILURE = "failure.json"
-PIECES = "pieces"
-FOLDERS = (("temporary",), ("records",), ("plan.parquet",), (PIECES,))
 TOOL = "reshard 0.1.0"
 
 
@@ -39,9 +35,7 @@ class TargetFolder:
     def __init__(self, url: str, plan: Plan) -> None:
         self.url = storage.normalise(url)
         self._plan = plan
-
-    def _work(self, *names: str) -> str:
-        return storage.join(self.url, WORK, *names)
+        self._work = WorkFolder(self.url, plan.plan_id)
 
     def _check_folder(self) -> None:
         """Refuse a target that is a file."""
@@ -65,10 +59,10 @@ class TargetFolder:
             return manifest
         if manifest is not None:
             raise self._refusal("holds the result of another plan", *self._differences(manifest))
-        run = self._read(self._work(RUN))
+        run = self._read(self._work.path(RUN))
         if run is not None and run.get("plan_id") != self._plan.plan_id:
             raise self._refusal("holds an unfinished run of another plan", *self._differences(run))
-        foreign = [] if run is not None else self._files(self.url)
+        foreign = [] if run is not None else files_in(self.url)
         if foreign:
             raise self._refusal("is not empty", f"files: {some(foreign)}")
         return None
@@ -103,13 +97,13 @@ class TargetFolder:
 
     def _check_strangers(self, manifest: Mapping[str, Any] | None) -> None:
         """Refuse a folder with files of others that would be taken for shards of the target."""
-        run = self._read(self._work(RUN)) or {}
+        run = self._read(self._work.path(RUN)) or {}
         known = {self._plan.file_name(mp, dp) for mp, dp in self._plan.ranks()}
         known |= {*named_files(manifest or {}), *(run["files"] if isinstance(run.get("files"), list) else ())}
         prefix = self._plan.target.options.prefix
         strangers = [
             name
-            for name in self._files(self.url)
+            for name in files_in(self.url)
             if name not in known and (parsed := parse(name)) is not None and parsed.prefix == prefix
         ]
         if strangers:
@@ -158,14 +152,6 @@ class TargetFolder:
             hint="choose another target, or pass --overwrite to replace what is there",
         )
 
-    def _files(self, folder: str) -> list[str]:
-        try:
-            return sorted(file.name for file in storage.list_files(folder))
-        except ReshardError as fault:
-            if fault.problems[0].reference == "no-such-directory":
-                return []
-            raise
-
     def _read(self, url: str) -> dict[str, Any] | None:
         if not storage.exists(url):
             return None
@@ -183,10 +169,8 @@ class TargetFolder:
         was about to publish at that moment is removed behind run.json.
         """
         self.clean_up(finished=False)
-        for names in ((), *FOLDERS):
-            storage.make_directory(self._work(*names))
-        if overwrite:
-            self._forget_other_plans()
+        self._work.make()
+        other_plan = overwrite and self._forget_other_plans()
         run = {
             "plan_id": self._plan.plan_id,
             "host": socket.gethostname(),
@@ -197,24 +181,14 @@ class TargetFolder:
             "target": self._described(),
             "files": [self._plan.file_name(mp, dp) for mp, dp in self._plan.ranks()],
         }
-        before = self._read(self._work(RUN))
-        storage.write_small(self._work(RUN), json.dumps(run, indent=1).encode())
-        storage.delete(self._work(FAILURE))
-        if before is not None and before.get("plan_id") != self._plan.plan_id:
-            self._fence_off()
+        storage.write_small(self._work.path(RUN), json.dumps(run, indent=1).encode())
+        storage.delete(self._work.path(FAILURE))
+        if other_plan:
+            # A sleeping worker of it could still publish: what cannot be removed is in the way.
+            for failure in self._work.remove_leftovers(finished=False):
+                raise failure
         else:
             self.clean_up(finished=False)
-
-    def _fence_off(self) -> None:
-        """Remove what a sleeping worker of another plan could still publish; raise where that cannot be done."""
-        failures: list[Exception] = []
-        for remove in self._leftovers(finished=False):
-            try:
-                remove()
-            except (ReshardError, OSError) as failure:
-                failures.append(failure)
-        if failures:
-            raise failures[0]
 
     def clean_up(self, *, finished: bool) -> None:
         """Remove what killed attempts left half written. For the holder of the lease, while none of its nodes runs.
@@ -223,9 +197,7 @@ class TargetFolder:
         nothing else.
         """
         with suppress(ReshardError, OSError):
-            for remove in self._leftovers(finished=finished):
-                with suppress(ReshardError, OSError):
-                    remove()
+            self._work.remove_leftovers(finished=finished)
 
     def clean_up_if_free(self, tell: Callable[[str], None]) -> None:
         """Do the same for a target that is done; where another run has the lease, it is that run's to do.
@@ -233,28 +205,18 @@ class TargetFolder:
         What was left of the lease itself is removed by taking it: a kill may come while it was given back.
         """
         with suppress(ReshardError, OSError):
-            if self._leftovers(finished=True) or storage.leftovers(self._work("lease")):
+            if self._work.leftovers(finished=True) or storage.leftovers(self._work.path("lease")):
                 with self.lease(tell):
                     self.clean_up(finished=True)
 
-    def _leftovers(self, *, finished: bool) -> list[Callable[[], None]]:
-        places = [self._work(PIECES, name) for name in self._files(self._work(PIECES))]
-        mine = [place for place in places if storage.basename(place).startswith(self._plan.plan_id)]
-        kept = [] if finished else mine
-        drops = [partial(storage.drop_pieces, place) for place in places if place not in kept]
-        if finished:
-            records = [name for name in self._files(self._work("records")) if piece_of(name)]
-            drops += [partial(storage.delete, self._work("records", name)) for name in records]
-        folders = [self.url, *(self._work(*names) for names in ((), *FOLDERS))]
-        return [*drops, *(remove for folder in folders for remove in storage.leftovers(folder, places=kept))]
-
-    def _forget_other_plans(self) -> None:
+    def _forget_other_plans(self) -> bool:
         """Remove what earlier runs wrote, by their own account, and this one does not replace; the manifest first.
 
-        `run.json` names a run's files until the next run replaces it, so this may be interrupted and done again.
+        `run.json` names a run's files until the next run replaces it, so this may be interrupted and done again. Return
+        whether it is that of another plan.
         """
         manifest = self._read(storage.join(self.url, MANIFEST)) or {}
-        run = self._read(self._work(RUN)) or {}
+        run = self._read(self._work.path(RUN)) or {}
         names = run.get("files")
         old = {*named_files(manifest), *(names if isinstance(names, list) else ())}
         storage.delete(storage.join(self.url, MANIFEST))
@@ -263,25 +225,20 @@ class TargetFolder:
         for name in sorted(str(name) for name in old - mine):
             if name == storage.basename(name) and storage.exists(storage.join(self.url, name)):
                 storage.delete(storage.join(self.url, name))
-        for name in self._files(self._work("records")):
-            piece = piece_of(name)
-            if (piece[0] if piece else name.removesuffix(".json")) not in mine:
-                storage.delete(self._work("records", name))
+        self._work.forget_records(lambda name: name not in mine)
         plans = {f"model_part-{mp}.parquet" for mp in range(self._plan.target.options.mesh.mp)}
-        for name in self._files(self._work("plan.parquet")):
+        for name in files_in(self._work.path(PLANS)):
             if name not in plans:
-                storage.delete(self._work("plan.parquet", name))
+                storage.delete(self._work.path(PLANS, name))
+        return bool(run) and run.get("plan_id") != self._plan.plan_id
 
-    def forget(self, names: Sequence[str]) -> None:
+    def forget(self, names: Collection[str]) -> None:
         """Forget that files, and pieces of them, were finished: what was read for them was wrong."""
-        for record in self._files(self._work("records")):
-            piece = piece_of(record)
-            if (piece[0] if piece else record.removesuffix(".json")) in names:
-                storage.delete(self._work("records", record))
+        self._work.forget_records(lambda name: name in names)
 
     def lease(self, tell: Callable[[str], None]) -> Lease:
         """Return the claim to write here, to be entered before anything is written."""
-        return Lease(self._work("lease"), self._plan.plan_id, tell=tell)
+        return Lease(self._work.path("lease"), self._plan.plan_id, tell=tell)
 
     @contextmanager
     def noting_failure(self) -> Iterator[None]:
@@ -291,7 +248,7 @@ class TargetFolder:
         except BaseException as fault:
             note = {"error": str(fault) or type(fault).__name__, "ended_seconds": time.time()}
             with suppress(ReshardError, OSError):
-                storage.write_small(self._work(FAILURE), json.dumps(note, indent=1).encode(), durable=False)
+                storage.write_small(self._work.path(FAILURE), json.dumps(note, indent=1).encode(), durable=False)
             raise
 
     def commit(self, results: Sequence[ShardResult]) -> Mapping[str, Any]:

@@ -7,6 +7,7 @@ task. `Ledger` streams are the storages, by number.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,8 +15,10 @@ from isal import isal_zlib
 
 from tasks.checksums import Ledger, Range
 from tasks.errors import ErrorKind, error
+from tasks.faults import reach
 from tasks.gather import Bytes, Gatherer, Rows
 from tasks.torchfile.archive_writer import ArchiveLayout
+from tasks.write_behind import Put, WriteBehind
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,3 +150,39 @@ class FileStream:
                 hint="please report this: it is a fault here, and nothing was published",
             )
         return None if crc is None else isal_zlib.crc32(view[content:], crc)
+
+
+def stream_units(
+    made: FileStream,
+    size_bytes: int,
+    units: Sequence[int],
+    unit_bytes: int,
+    window: int,
+    put: Put,
+    *,
+    since: int = 0,
+    url: str = "",
+) -> tuple[Range, ...]:
+    """Make units of a file in order and write those whose CRC32s are known; everything from `since` on is made here."""
+    size = min(window, unit_bytes, size_bytes)
+    buffer, other = np.empty(size, np.uint8), np.empty(size, np.uint8)
+    written = []
+    with WriteBehind(put) as behind:
+        for begin in units:
+            end = min(begin + unit_bytes, size_bytes)
+            known = made.is_known(begin, end, since)
+            total = 0
+            for at in range(begin, end, size):
+                view = buffer[: min(size, end - at)]
+                crc = made.fill(at, view)
+                if known:
+                    if crc is None:
+                        raise ValueError(f"{url}: a checksum at {at} is not known")
+                    total = isal_zlib.crc32_combine(total, crc, len(view))
+                    behind.write(at, view.data, crc)
+                    buffer, other = other, buffer  # only now: the one before is written, this one not yet
+                reach("window-written", url)
+            made.end_unit()
+            if known:
+                written.append((0, begin, end - begin, total))
+    return tuple(written)

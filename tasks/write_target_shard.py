@@ -15,16 +15,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import numpy as np
 import pyarrow as pa
-from isal import isal_zlib
 
 from tasks import storage
 from tasks.checksums import Ledger, Range, Trail
 from tasks.convert import load_libraries
 from tasks.errors import ReshardError
 from tasks.faults import reach
-from tasks.file_stream import Body, FileStream
+from tasks.file_stream import Body, FileStream, stream_units
 from tasks.gather import SCRATCH_BYTES, Gatherer
 from tasks.memory import PeakMemory
 from tasks.plan import rows_of_file
@@ -34,7 +32,7 @@ from tasks.storage import FileIdentity, PiecesLostError, buffered_bytes, open_pi
 from tasks.target import Target
 from tasks.target_file import plan_file
 from tasks.torchfile.archive_writer import ArchiveLayout
-from tasks.write_behind import Put, WriteBehind
+from tasks.write_behind import Put
 
 # Objects of a file (its pickle, configuration and index) beside the buffers; measured 3-9 MiB for 1,200 tensors.
 OBJECTS_BYTES = 12 << 20
@@ -217,8 +215,9 @@ class _Work:
 
     def stream(self, units: Sequence[int], storages: Ledger, put: Put, *, since: int = 0) -> tuple[Range, ...]:
         """Make units and write those whose CRC32s are known; return these, as ranges of stream 0."""
-        size = min(self.unit_bytes, self.layout.size_bytes)
-        window = window_bytes(size, buffered_bytes(self.to.url, self.layout.size_bytes), self.to.memory_bytes)
+        window = window_bytes(
+            self.unit_bytes, buffered_bytes(self.to.url, self.layout.size_bytes), self.to.memory_bytes
+        )
         made = FileStream(self.layout, self.bodies, Gatherer(self.readers), storages)
         return stream_units(
             made, self.layout.size_bytes, units, self.unit_bytes, window, put, since=since, url=self.to.url
@@ -237,42 +236,6 @@ def _work(source: Source, target: Target, mp: int, dp: int, to: Destination, tab
             yield _Work(to, layout, bodies, readers, trail, unit, began, memory)
     except ReshardError as fault:
         raise _in_file(fault, to.url) from fault
-
-
-def stream_units(
-    made: FileStream,
-    size_bytes: int,
-    units: Sequence[int],
-    unit_bytes: int,
-    window: int,
-    put: Put,
-    *,
-    since: int = 0,
-    url: str = "",
-) -> tuple[Range, ...]:
-    """Make units of a file in order and write those whose CRC32s are known; everything from `since` on is made here."""
-    size = min(window, unit_bytes, size_bytes)
-    buffer, other = np.empty(size, np.uint8), np.empty(size, np.uint8)
-    written = []
-    with WriteBehind(put) as behind:
-        for begin in units:
-            end = min(begin + unit_bytes, size_bytes)
-            known = made.is_known(begin, end, since)
-            total = 0
-            for at in range(begin, end, size):
-                view = buffer[: min(size, end - at)]
-                crc = made.fill(at, view)
-                if known:
-                    if crc is None:
-                        raise ValueError(f"{url}: a checksum at {at} is not known")
-                    total = isal_zlib.crc32_combine(total, crc, len(view))
-                    behind.write(at, view.data, crc)
-                    buffer, other = other, buffer  # only now: the one before is written, this one not yet
-                reach("window-written", url)
-            made.end_unit()
-            if known:
-                written.append((0, begin, end - begin, total))
-    return tuple(written)
 
 
 def _write_whole(work: _Work, before_commit: Callable[[], None]) -> tuple[FileIdentity, int]:

@@ -7,8 +7,8 @@ programs are Debian's (radosgw, ceph-mon, ceph-osd); they run as root only, with
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
+import socket
 import subprocess
 import time
 import uuid
@@ -140,8 +140,6 @@ def ceph_gateway(folder: Path) -> Iterator[S3Server]:
 
 
 def _wait_until_it_answers(port: int) -> None:
-    import socket
-
     deadline = time.monotonic() + _START_SECONDS
     while True:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=2):
@@ -149,7 +147,3 @@ def _wait_until_it_answers(port: int) -> None:
         if time.monotonic() > deadline:
             raise RuntimeError("the gateway does not listen")
         time.sleep(0.1)
-
-
-def is_root() -> bool:
-    return os.getuid() == 0

@@ -62,10 +62,10 @@ class LocalWriter:
     def commit(self) -> FileIdentity:
         check_whole(self._url, self._size_bytes, self._written_bytes)
         self._file.sync()
-        try:
-            identity = self._file.publish()
-        except PiecesLostError as cause:
-            with writing(self._url):  # whoever has taken the target over has removed it
+        with writing(self._url):
+            try:
+                identity = self._file.publish()
+            except FileNotFoundError as cause:  # whoever has taken the target over has removed it
                 raise FileNotFoundError(errno.ENOENT, "the unfinished file was removed", self._file.path) from cause
         self._published = True
         return identity

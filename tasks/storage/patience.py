@@ -68,10 +68,9 @@ def longest_call() -> tuple[str, float]:
     return url, time.monotonic() - since
 
 
-def _give_up(owner: threading.Thread) -> None:
-    """Let the threads end that have waited long, a task's own and its helpers': one dead server may hold several."""
+def _give_helpers_up(owner: threading.Thread) -> None:
+    """Let a task's helpers end that have waited long: one dead server may hold several threads."""
     long_ago = time.monotonic() - patience_seconds() / 2
-    _given_up.add(owner)
     _helpers_given_up.update(
         thread for thread, (_, since) in list(_calls.items()) if since < long_ago and thread is not owner
     )
@@ -89,7 +88,7 @@ def limited(function: Callable[Parameters, Result]) -> Callable[Parameters, Resu
             while not wait([result], timeout=_LOOK_SECONDS).done:
                 url, seconds = longest_call()
                 if seconds > patience_seconds():
-                    _give_up(thread)
+                    _give_helpers_up(thread)
                     raise TransientStorageError(f"{url}: no answer for {seconds:.0f} s")
         except BaseException:
             # Stopped from outside, too: nothing that was begun here may go on behind the caller's back.

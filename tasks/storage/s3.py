@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from typing import Any
 
 from tasks.errors import ErrorKind, ReshardError
-from tasks.storage import s3_client, s3_errors, s3_parts, s3_pieces, s3_writer
+from tasks.storage import s3_client, s3_parts, s3_pieces, s3_writer
 from tasks.storage.interface import FileIdentity, ListedFile
 from tasks.storage.problems import no_such_directory, no_such_file, source_changed
 from tasks.storage.s3_reader import S3Reader
@@ -72,8 +72,7 @@ class S3Backend:
         return s3_writer.create_only(url, data)
 
     def delete(self, url: str) -> None:
-        bucket, key = s3_client.split(url)
-        s3_client.run(s3_client.call, "delete_object", url, ErrorKind.TARGET, Bucket=bucket, Key=key)
+        s3_writer.object_call("delete_object", url)
 
     def leftovers(self, url: str, places: Sequence[str]) -> tuple[Callable[[], None], ...]:
         notes = [note for place in places if (note := s3_pieces.read_note(place))]
@@ -110,23 +109,13 @@ async def _uploads(url: str, noted: Collection[str]) -> tuple[Callable[[], None]
     while True:
         page = await s3_client.call("list_multipart_uploads", url, ErrorKind.TARGET, **place, **more)
         found += [
-            functools.partial(_abort, f"{url}/{each['Key'][len(prefix) :]}", str(each["UploadId"]))
+            functools.partial(s3_writer.abort_upload, f"{url}/{each['Key'][len(prefix) :]}", str(each["UploadId"]))
             for each in page.get("Uploads", ())
             if str(each["UploadId"]) not in noted
         ]
         if not page.get("IsTruncated") or "NextKeyMarker" not in page:
             return tuple(found)
         more = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page.get("NextUploadIdMarker", "")}
-
-
-def _abort(url: str, upload_id: str) -> None:
-    bucket, key = s3_client.split(url)
-    arguments = {"Bucket": bucket, "Key": key, "UploadId": upload_id}
-    try:
-        s3_client.run(s3_client.call, "abort_multipart_upload", url, ErrorKind.TARGET, **arguments)
-    except ReshardError as cause:
-        if s3_errors.facts(cause)[1] != 404:  # it was ended meanwhile
-            raise
 
 
 async def _is_prefix(url: str) -> bool:

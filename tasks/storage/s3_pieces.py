@@ -17,7 +17,7 @@ from tasks.storage import s3_client, s3_errors
 from tasks.storage.interface import FileIdentity
 from tasks.storage.problems import PiecesLostError, check_room
 from tasks.storage.s3_parts import PartSender, part_bytes
-from tasks.storage.s3_writer import complete_upload, create_only, create_upload, object_call
+from tasks.storage.s3_writer import abort_upload, complete_upload, create_only, create_upload, object_call
 
 Note = dict[str, str]
 
@@ -70,8 +70,12 @@ class S3PieceWriter:
 def holds(place: str, receipts: Sequence[str]) -> bool:
     """Ask the store for the parts it has: it has checked them against their MD5 when they came."""
     note = read_note(place)
-    parts = None if note is None else _parts(note)
-    if note is None or parts is None:
+    return note is not None and _has(note, receipts)
+
+
+def _has(note: Note, receipts: Sequence[str]) -> bool:
+    parts = _parts(note)
+    if parts is None:
         return False
     wanted = [receipt.split(" ", 2) for receipt in receipts]
     return all(upload_id == note["upload_id"] and parts.get(int(number)) == tag for upload_id, number, tag in wanted)
@@ -82,7 +86,7 @@ def drop(place: str) -> None:
     note = read_note(place)
     if note is not None:
         with contextlib.suppress(ReshardError):
-            object_call("abort_multipart_upload", note["url"], UploadId=note["upload_id"])
+            abort_upload(note["url"], note["upload_id"])
     object_call("delete_object", place)
 
 
@@ -120,7 +124,7 @@ def _begin(url: str, place: str) -> Note:
     mine = {"url": url, "upload_id": create_upload(url, token), "token": token}
     if create_only(place, json.dumps(mine).encode()):
         return mine
-    object_call("abort_multipart_upload", url, UploadId=mine["upload_id"])
+    abort_upload(url, mine["upload_id"])
     note = read_note(place)
     if note is None:
         raise PiecesLostError(place)
@@ -129,7 +133,7 @@ def _begin(url: str, place: str) -> Note:
 
 def _resume(place: str, receipts: Sequence[str]) -> Note:
     note = read_note(place)
-    if note is None or not holds(place, receipts):
+    if note is None or not _has(note, receipts):
         raise PiecesLostError(place)
     return note
 

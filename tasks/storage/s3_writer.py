@@ -63,7 +63,7 @@ class S3Writer:
         if self._upload_id:
             # What is left after this fails as well, the store's life-cycle rule removes; the first error is the news.
             with contextlib.suppress(ReshardError, TransientStorageError):
-                object_call("abort_multipart_upload", self._url, UploadId=self._upload_id)
+                abort_upload(self._url, self._upload_id)
 
     def __enter__(self) -> Self:
         return self
@@ -104,6 +104,15 @@ def object_call(method: str, url: str, **arguments: Any) -> Any:
 def create_upload(url: str, token: str) -> str:
     """Begin a multipart upload; return its id."""
     return str(object_call("create_multipart_upload", url, Metadata={WRITER_KEY: token})["UploadId"])
+
+
+def abort_upload(url: str, upload_id: str) -> None:
+    """Abort a multipart upload; one that has ended is fine."""
+    try:
+        object_call("abort_multipart_upload", url, UploadId=upload_id)
+    except ReshardError as cause:
+        if s3_errors.facts(cause)[1] != 404:
+            raise
 
 
 def complete_upload(url: str, upload_id: str, token: str, tags: dict[int, str], size_bytes: int) -> FileIdentity:

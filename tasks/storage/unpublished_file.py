@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import functools
 import os
 import sys
 
@@ -17,7 +18,6 @@ from tasks.storage.interface import FileIdentity
 from tasks.storage.local_errors import writing
 from tasks.storage.local_reader import identity_of
 from tasks.storage.patience import call
-from tasks.storage.problems import PiecesLostError
 
 # How much is written before the disk is told to begin with it, so that little is left when fsync asks. 32 and 64 MiB
 # measured alike on ext4 (2 GB: 1.5 s without, 1.05 s with); 8 MiB was less steady where two workers wrote at once.
@@ -42,10 +42,9 @@ class UnpublishedFile:
         Not posix_fallocate: where the file system cannot, the C library would write into each block.
         """
         if length_bytes >= _WORTH_RESERVING_BYTES and sys.platform == "linux":
-            libc = ctypes.CDLL(None, use_errno=True)
             arguments = (ctypes.c_int(0), ctypes.c_int64(offset_bytes), ctypes.c_int64(length_bytes))
             with writing(self._url):
-                if libc.fallocate(ctypes.c_int(self._descriptor), *arguments):
+                if _libc().fallocate(ctypes.c_int(self._descriptor), *arguments):
                     code = ctypes.get_errno()
                     if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                         raise OSError(code, os.strerror(code))
@@ -68,16 +67,12 @@ class UnpublishedFile:
                 os.fsync(self._descriptor)
 
     def publish(self) -> FileIdentity:
-        """Give the file its name; the caller has synced it."""
-        with writing(self._url):
-            self.close()
-            try:
-                os.replace(self.path, self._url)
-            except FileNotFoundError as cause:
-                raise PiecesLostError(self.path) from cause
-            if self._durable:
-                sync_directory(urls.parent(self._url))
-            return identity_of(self._url, os.stat(self._url))
+        """Give the file its name; the caller has synced it. Raises OSErrors as they are: what they mean differs."""
+        self.close()
+        os.replace(self.path, self._url)
+        if self._durable:
+            sync_directory(urls.parent(self._url))
+        return identity_of(self._url, os.stat(self._url))
 
     @property
     def descriptor(self) -> int:
@@ -97,6 +92,11 @@ class UnpublishedFile:
         with contextlib.suppress(OSError), call(self._url):
             os.posix_fadvise(self._descriptor, self._begun_bytes, length_bytes, os.POSIX_FADV_DONTNEED)
         self._begun_bytes = self._written_bytes
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
 
 
 def sync_directory(path: str) -> None:

@@ -7,7 +7,7 @@ import threading
 import zlib
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from tasks import storage
 from tests.benchmarks.model_shape import ModelShape
@@ -37,11 +37,21 @@ def leftovers(target: Path) -> list[str]:
     return sorted(str(path) for path in parts | set(temporary.iterdir() if temporary.exists() else ()))
 
 
-def num_records(target: Path | str) -> int:
+def records(target: Path | str) -> list[str]:
+    """Name the records of finished files and pieces."""
     folder = storage.join(str(target), ".reshard", "records")
-    if not storage.exists(folder):
-        return 0
-    return sum(file.name.endswith(".json") for file in storage.list_files(folder))
+    there = storage.list_files(folder) if storage.exists(folder) else ()
+    return [file.name for file in there if file.name.endswith(".json")]
+
+
+def num_records(target: Path | str) -> int:
+    return len(records(target))
+
+
+def result_of(said: str) -> dict[str, Any]:
+    """Find the result in what a run said, behind its messages."""
+    found: dict[str, Any] = json.loads(said[said.index("\n{\n") if not said.startswith("{") else 0 :])
+    return found
 
 
 class Reader:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from tasks import storage
 from tasks.faults import DRIVER_POINTS, WORKER_POINTS
 from tests.conftest import STORE
 from tests.faults.children import Job
-from tests.faults.targets import NUM_FILES, OPTIONS, SOURCE, Reader, leftovers, num_records, published
+from tests.faults.targets import NUM_FILES, OPTIONS, SOURCE, Reader, leftovers, num_records, published, result_of
 from tests.running import reshard_here
 from tests.servers import S3Server
 
@@ -37,11 +36,6 @@ S3_MOMENTS = [(point, 3 if point in WORKER_POINTS[3:] else 1) for point in WORKE
 S3_MOMENTS = [moment for moment in S3_MOMENTS if moment[0] not in ("old-manifest-removed", "name-taken")]
 if STORE != "ceph":  # all of them by `make test-servers`, to save a minute here
     S3_MOMENTS = S3_MOMENTS[3::2]
-
-
-def result_of(said: str) -> dict[str, object]:
-    found: dict[str, object] = json.loads(said[said.index("\n{\n") if not said.startswith("{") else 0 :])
-    return found
 
 
 @pytest.mark.parametrize(("point", "count"), MOMENTS)

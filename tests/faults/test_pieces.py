@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,8 +12,8 @@ from pipeline.status import in_words, status
 from tasks import storage
 from tests.faults.children import Job
 from tests.faults.programs import told_by
-from tests.faults.targets import IN_PIECES, leftovers, published
-from tests.faults.test_takeover import believe_dead
+from tests.faults.targets import IN_PIECES, leftovers, published, records, result_of
+from tests.faults.test_takeover import believe_dead, let_go, paused_at
 from tests.running import reshard_here
 from tests.servers import S3Server
 
@@ -34,14 +32,11 @@ MOMENTS = [
 ]
 
 
-def records(target: Path | str) -> set[str]:
-    folder = storage.join(str(target), ".reshard", "records")
-    return {file.name for file in storage.list_files(folder)} if storage.exists(folder) else set()
-
-
-def result_of(said: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(said[said.index("{\n") :])
-    return found
+def kill(job: Job, point: str, count: int = 1) -> None:
+    """Run a job that is killed at a point."""
+    job.plan(point, "kill", count)
+    code, said = job.run()
+    assert code == -signal.SIGKILL, said
 
 
 def test_pieces_make_the_same_file_and_leave_nothing_else(
@@ -61,8 +56,7 @@ def test_a_killed_run_writes_only_the_pieces_that_have_no_record(
 ) -> None:
     target = tmp_path / "out"
     job = Job(large_source, target, tmp_path, IN_PIECES)
-    job.plan(point, "kill", count)
-    assert job.run()[0] == -signal.SIGKILL
+    kill(job, point, count)
     assert not (target / "manifest.json").exists()
     pieces = [name for name in records(target) if ".piece-" in name]
     told = status(str(target))
@@ -90,8 +84,7 @@ def test_a_piece_whose_bytes_are_not_those_of_its_record_is_written_again(
 ) -> None:
     target = tmp_path / "out"
     job = Job(large_source, target, tmp_path, IN_PIECES)
-    job.plan("piece-recorded", "kill", 3)
-    assert job.run()[0] == -signal.SIGKILL
+    kill(job, "piece-recorded", 3)
     (unfinished,) = (target / ".reshard" / "pieces").iterdir()
     first = next((target / ".reshard" / "records").glob("*.piece-0-of-4.json"))
     if damage == "bit":
@@ -119,11 +112,9 @@ def test_pieces_of_a_published_file_are_not_mixed_with_those_of_a_new_one(
     """Killed behind the commit, begun anew with other pieces, and resumed with the first ones."""
     target = tmp_path / "out"
     first = Job(large_source, target, tmp_path / "first", IN_PIECES)
-    first.plan("file-committed", "kill")
-    assert first.run()[0] == -signal.SIGKILL
+    kill(first, "file-committed")
     second = Job(large_source, target, tmp_path / "second", {**IN_PIECES, "piece_bytes": 16 << 20})
-    second.plan("piece-recorded", "kill")
-    assert second.run()[0] == -signal.SIGKILL
+    kill(second, "piece-recorded")
     code, said = Job(large_source, target, tmp_path / "third", IN_PIECES).run()
     assert code == 0, said
     assert published(target) == whole
@@ -135,8 +126,7 @@ def test_a_record_of_a_piece_that_a_power_cut_took_does_no_harm(
 ) -> None:
     target = tmp_path / "out"
     job = Job(large_source, target, tmp_path, IN_PIECES)
-    job.plan("file-committed", "kill")
-    assert job.run()[0] == -signal.SIGKILL
+    kill(job, "file-committed")
     (target / ".reshard" / "records" / f"checkpoint_last.pt.piece-{lost}-of-4.json").unlink()
     code, said = job.run()
     assert code == 0, said
@@ -150,15 +140,11 @@ def test_the_second_of_two_attempts_finds_the_work_of_the_first(
     """As where a machine is believed dead and is not: both commit."""
     target = tmp_path / "out"
     sleeper = Job(large_source, target, tmp_path / "sleeper", IN_PIECES)
-    sleeper.plan("commit-allowed", "pause")
-    child = sleeper.start()
-    deadline = time.monotonic() + 30
-    while not sleeper.happened("commit-allowed").exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    child = paused_at(sleeper, "commit-allowed")
     believe_dead(target)
     code, said = Job(large_source, target, tmp_path / "second", IN_PIECES).run()
     assert code == 0, said
-    sleeper.happened("commit-allowed").unlink()
+    let_go(sleeper, "commit-allowed")
     assert child.wait() in (5, 7), child.said
     assert "No such file" not in child.said
     assert published(target) == whole
@@ -167,8 +153,7 @@ def test_the_second_of_two_attempts_finds_the_work_of_the_first(
 def test_another_plan_forgets_the_pieces(large_source: Path, tmp_path: Path) -> None:
     target = tmp_path / "out"
     job = Job(large_source, target, tmp_path, IN_PIECES)
-    job.plan("piece-recorded", "kill", 2)
-    assert job.run()[0] == -signal.SIGKILL
+    kill(job, "piece-recorded", 2)
     reshard_here(large_source, target, mp=2, dp=2, overwrite=True)
     assert list((target / ".reshard" / "pieces").iterdir()) == []
     assert [name for name in records(target) if ".piece-" in name] == []
@@ -200,8 +185,7 @@ def test_a_killed_run_into_s3_goes_on_with_its_upload(
 ) -> None:
     target = f"{s3_bucket}/out"
     job = Job(large_source, target, tmp_path, IN_PIECES, s3_server.environment())
-    job.plan(point, "kill", count)
-    assert job.run()[0] == -signal.SIGKILL
+    kill(job, point, count)
     pieces = [name for name in records(target) if ".piece-" in name]
     code, said = job.run()
     assert code == 0, said

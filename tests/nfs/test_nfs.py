@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import signal
@@ -21,7 +20,7 @@ from tasks import storage
 from tasks.errors import ErrorKind, ReshardError
 from tasks.storage import TransientStorageError, limited
 from tests.faults.children import Job
-from tests.faults.targets import NUM_FILES, OPTIONS, SOURCE, leftovers, published
+from tests.faults.targets import NUM_FILES, OPTIONS, SOURCE, leftovers, published, result_of
 from tests.tasks.storage.contract import StorageContract, problem
 
 if "RESHARD_NFS_VERSION" not in os.environ:
@@ -156,7 +155,7 @@ def test_a_run_killed_on_one_machine_is_finished_on_the_other(folder: str, count
     assert first.run()[0] == -signal.SIGKILL
     code, said = Job(SOURCE, SECOND / folder / "out", tmp_path / "second", OPTIONS).run()
     assert code == 0, said
-    assert json.loads(said[said.index("{\n") :])["kept"] == count
+    assert result_of(said)["kept"] == count
     assert published(SERVER / folder / "out") == published(SERVER / folder / "undisturbed")
     assert published(FIRST / folder / "out") == published(SERVER / folder / "undisturbed")
     assert leftovers(SERVER / folder / "out") == []

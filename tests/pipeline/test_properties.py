@@ -15,12 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tasks.checksums import Ledger
-from tasks.file_stream import FileStream
+from tasks.file_stream import FileStream, stream_units
 from tasks.gather import Gatherer
 from tasks.plan import plan_slice, rows_of_file
 from tasks.reader_pool import ReaderPool
 from tasks.target_file import plan_file
-from tasks.write_target_shard import Destination, stream_units, write_target_shard
+from tasks.write_target_shard import Destination, write_target_shard
 from tests.oracle import (
     Layout,
     Model,

@@ -9,11 +9,11 @@ import pytest
 
 from tasks.checksums import Ledger
 from tasks.errors import ReshardError
-from tasks.file_stream import Body, FileStream
+from tasks.file_stream import Body, FileStream, stream_units
 from tasks.gather import Gatherer
 from tasks.reader_pool import ReaderPool
 from tasks.torchfile.archive_writer import ArchiveLayout, plan_archive
-from tasks.write_target_shard import piece_span, stream_units
+from tasks.write_target_shard import piece_span
 
 SIZES = (64, 1000, 0, 5000, 8, 20_000, 24, 24, 700)
 UNIT, WINDOW = 1024, 512
