@@ -29,7 +29,7 @@ from tasks.faults import reach
 from tasks.formats.metaseq_files import Found
 from tasks.reader_pool import ReaderPool
 from tasks.regroup_mp_slice import SliceSummary, regroup_mp_slice
-from tasks.storage import TransientStorageError, basename
+from tasks.storage import TransientStorageError, basename, limited
 from tasks.write_target_shard import ShardResult
 
 _PACKAGES = tuple(str(Path(__file__).resolve().parent.parent / name) for name in ("pipeline", "tasks", "cluster"))
@@ -52,7 +52,7 @@ def run(request: Request) -> Mapping[str, Any]:
     """Carry out a request; return the result for people's and machines' eyes."""
     check_request(request)
     began = time.monotonic()
-    found = discover(request.source, request.checkpoint)
+    found = limited(discover)(request.source, request.checkpoint)
     if request.dry_run:
         return _dry_run(request, found, began)
     if any(url.startswith("memory:") for url in (request.source, request.target)):
@@ -175,7 +175,7 @@ def _check_source(
     read: list[SliceSummary | ShardResult] = [*summaries, *results]
     ranges = (item for each in read for item in each.read_ranges)
     with ReaderPool(plan.source.files) as readers:
-        proven, damaged = check_records(plan.records, ranges, readers.read)
+        proven, damaged = limited(check_records)(plan.records, ranges, readers.read)
     if damaged:
         files = {record.file for record in damaged}
         # A file that is mended may look as before, its time of change included: then records must not stand in the way.

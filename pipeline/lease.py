@@ -57,6 +57,7 @@ class Lease:
         self._ended = threading.Event()
         self._beats: threading.Thread | None = None
 
+    @storage.limited
     def __enter__(self) -> Self:
         storage.make_directory(self._folder)
         latest = latest_lease(self._folder)
@@ -75,19 +76,24 @@ class Lease:
     ) -> None:
         self._ended.set()
         if self._beats is not None:
-            self._beats.join()
+            self._beats.join(self._silence_seconds)  # no longer: a beat may hang with its storage
         # The next run would only have to wait a little if this fails; the first error is the news.
         with contextlib.suppress(ReshardError, OSError):
-            released = json.dumps({**self._mine, "released": True}).encode()
-            storage.write_small(self._path(self._generation, "json"), released, durable=False)
-            storage.delete(self._path(self._generation, "alive"))
+            self._give_back()
 
+    @storage.limited
     def check(self) -> None:
         """Raise if another run took the lease over, which it does when it saw no sign of life for long."""
         latest = latest_lease(self._folder)
         if latest is None or latest["holder"].get("token") != self._mine["token"]:
             holder = "nobody" if latest is None else describe(latest["holder"])
             raise _in_use(self._folder, f"this run showed no sign of life for a while; the lease is now of {holder}")
+
+    @storage.limited
+    def _give_back(self) -> None:
+        released = json.dumps({**self._mine, "released": True}).encode()
+        storage.write_small(self._path(self._generation, "json"), released, durable=False)
+        storage.delete(self._path(self._generation, "alive"))
 
     def _clean_up(self) -> None:
         """Remove what dead holders left half written; only now, since afterwards the signs of life are such files."""

@@ -43,6 +43,7 @@ class TargetFolder:
             hint = "TARGET is a folder: choose another name"
             raise error(ErrorKind.TARGET, "target-is-file", f"{self.url} is a file", hint=hint)
 
+    @storage.limited
     def committed(self, *, overwrite: bool) -> Mapping[str, Any] | None:
         """Return the manifest where this very plan is done already; refuse a target that holds something else.
 
@@ -161,6 +162,7 @@ class TargetFolder:
             content = None
         return content if isinstance(content, dict) else {"plan_id": "unreadable"}
 
+    @storage.limited
     def open(self, *, overwrite: bool) -> None:
         """Make the folder ready to be written. From here on the old manifest no longer holds.
 
@@ -170,7 +172,9 @@ class TargetFolder:
         """
         self.clean_up(finished=False)
         self._work.make()
-        other_plan = overwrite and self._forget_other_plans()
+        fenced = self._is_fenced()
+        if overwrite:
+            self._forget_other_plans()
         run = {
             "plan_id": self._plan.plan_id,
             "host": socket.gethostname(),
@@ -180,16 +184,24 @@ class TargetFolder:
             "source": {"files": [asdict(identity) for identity in self._plan.source.files]},
             "target": self._described(),
             "files": [self._plan.file_name(mp, dp) for mp, dp in self._plan.ranks()],
+            "fenced": fenced,
         }
-        storage.write_small(self._work.path(RUN), json.dumps(run, indent=1).encode())
+        self._write_run(run)
         storage.delete(self._work.path(FAILURE))
-        if other_plan:
-            # A sleeping worker of it could still publish: what cannot be removed is in the way.
-            for failure in self._work.remove_leftovers(finished=False):
-                raise failure
-        else:
+        reach("fence-begun", self.url)
+        if fenced:
             self.clean_up(finished=False)
+            return
+        # A sleeping worker of the other plan could still publish: what cannot be removed is in the way, now or, where
+        # this run is killed here, of the next one.
+        for failure in self._work.remove_leftovers(finished=False):
+            raise failure
+        self._write_run({**run, "fenced": True})
 
+    def _write_run(self, run: Mapping[str, Any]) -> None:
+        storage.write_small(self._work.path(RUN), json.dumps(run, indent=1).encode())
+
+    @storage.limited
     def clean_up(self, *, finished: bool) -> None:
         """Remove what killed attempts left half written. For the holder of the lease, while none of its nodes runs.
 
@@ -199,6 +211,7 @@ class TargetFolder:
         with suppress(ReshardError, OSError):
             self._work.remove_leftovers(finished=finished)
 
+    @storage.limited
     def clean_up_if_free(self, tell: Callable[[str], None]) -> None:
         """Do the same for a target that is done; where another run has the lease, it is that run's to do.
 
@@ -209,11 +222,15 @@ class TargetFolder:
                 with self.lease(tell):
                     self.clean_up(finished=True)
 
-    def _forget_other_plans(self) -> bool:
+    def _is_fenced(self) -> bool:
+        """Tell whether no worker of another plan can live: the last run was of this one, and had put an end to them."""
+        run = self._read(self._work.path(RUN))
+        return run is None or (run.get("plan_id") == self._plan.plan_id and bool(run.get("fenced", True)))
+
+    def _forget_other_plans(self) -> None:
         """Remove what earlier runs wrote, by their own account, and this one does not replace; the manifest first.
 
-        `run.json` names a run's files until the next run replaces it, so this may be interrupted and done again. Return
-        whether it is that of another plan.
+        `run.json` names a run's files until the next run replaces it, so this may be interrupted and done again.
         """
         manifest = self._read(storage.join(self.url, MANIFEST)) or {}
         run = self._read(self._work.path(RUN)) or {}
@@ -230,8 +247,8 @@ class TargetFolder:
         for name in files_in(self._work.path(PLANS)):
             if name not in plans:
                 storage.delete(self._work.path(PLANS, name))
-        return bool(run) and run.get("plan_id") != self._plan.plan_id
 
+    @storage.limited
     def forget(self, names: Collection[str]) -> None:
         """Forget that files, and pieces of them, were finished: what was read for them was wrong."""
         self._work.forget_records(lambda name: name in names)
@@ -251,6 +268,7 @@ class TargetFolder:
                 storage.write_small(self._work.path(FAILURE), json.dumps(note, indent=1).encode(), durable=False)
             raise
 
+    @storage.limited
     def commit(self, results: Sequence[ShardResult]) -> Mapping[str, Any]:
         """Check that every file is there, and write the manifest."""
         manifest = self._manifest(results)

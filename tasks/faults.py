@@ -39,6 +39,7 @@ DRIVER_POINTS = (
     "planned",
     "lease-taken",
     "old-manifest-removed",
+    "fence-begun",
     "folder-opened",
     "files-finished",
     "name-taken",

@@ -23,7 +23,7 @@ class S3Backend:
         bucket, key = s3_client.split(url)
         if not key:
             raise no_such_file(url)
-        found = s3_client.run(s3_client.call, "head_object", url, ErrorKind.SOURCE, Bucket=bucket, Key=key)
+        found = s3_client.run(url, s3_client.call, "head_object", url, ErrorKind.SOURCE, Bucket=bucket, Key=key)
         return FileIdentity(url, int(found["ContentLength"]), str(found["ETag"]))
 
     def exists(self, url: str) -> bool:
@@ -32,11 +32,11 @@ class S3Backend:
         except ReshardError as cause:
             if cause.problems[0].reference != "no-such-file":
                 raise
-            return s3_client.run(_is_prefix, url)
+            return s3_client.run(url, _is_prefix, url)
         return True
 
     def list_files(self, url: str) -> tuple[ListedFile, ...]:
-        return s3_client.run(_list_files, url)
+        return s3_client.run(url, _list_files, url)
 
     def open_reader(self, identity: FileIdentity) -> S3Reader:
         found = self.stat(identity.url)
@@ -76,7 +76,7 @@ class S3Backend:
 
     def leftovers(self, url: str, places: Sequence[str]) -> tuple[Callable[[], None], ...]:
         notes = [note for place in places if (note := s3_pieces.read_note(place))]
-        return s3_client.run(_uploads, url, {note["upload_id"] for note in notes})
+        return s3_client.run(url, _uploads, url, {note["upload_id"] for note in notes})
 
     def make_directory(self, url: str) -> None:
         """Do nothing: a prefix is there with its first object."""

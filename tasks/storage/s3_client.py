@@ -16,7 +16,7 @@ import fsspec.asyn
 import s3fs
 
 from tasks.errors import ErrorKind
-from tasks.storage import retry, s3_errors
+from tasks.storage import patience, retry, s3_errors
 
 _Result = TypeVar("_Result")
 
@@ -46,9 +46,10 @@ def split(url: str) -> tuple[str, str]:
     return str(bucket), str(key)
 
 
-def run(function: Callable[..., Coroutine[Any, Any, _Result]], *arguments: Any, **named: Any) -> _Result:
-    """Run a coroutine on the loop of the client and wait for it."""
-    result: _Result = fsspec.asyn.sync(_file_system().loop, function, *arguments, **named)
+def run(url: str, function: Callable[..., Coroutine[Any, Any, _Result]], *arguments: Any, **named: Any) -> _Result:
+    """Run a coroutine about `url` on the loop of the client and wait for it."""
+    with patience.call(url):
+        result: _Result = fsspec.asyn.sync(_file_system().loop, function, *arguments, **named)
     return result
 
 

@@ -12,7 +12,7 @@ from concurrent.futures import CancelledError, Future
 from typing import Any
 
 from tasks.errors import ErrorKind, ReshardError
-from tasks.storage import s3_client
+from tasks.storage import patience, s3_client
 from tasks.storage.problems import TransientStorageError
 
 _MIB = 1 << 20
@@ -86,7 +86,8 @@ class PartSender:
 
     def _wait_for_one(self) -> None:
         number, body, part = self._in_flight.popleft()
-        self.tags[number] = str(part.result()["ETag"])
+        with patience.call(self._url):
+            self.tags[number] = str(part.result()["ETag"])
         body.seek(0)  # and keep its memory
         self._free.append(body)
 

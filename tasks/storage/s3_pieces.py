@@ -93,7 +93,7 @@ def drop(place: str) -> None:
 def read_note(place: str) -> Note | None:
     """Return what is noted at a place; None where nothing is, or nothing that can be read."""
     try:
-        answer = s3_client.run(_read, place)
+        answer = s3_client.run(place, _read, place)
     except ReshardError as cause:
         if s3_errors.facts(cause)[1] == 404:
             return None

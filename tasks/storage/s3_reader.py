@@ -39,7 +39,7 @@ class S3Reader:
         if not view:
             return
         try:
-            s3_client.run(self._read_ranges, offset_bytes, view)
+            s3_client.run(self.identity.url, self._read_ranges, offset_bytes, view)
         except ExceptionGroup as group:
             raise _first(group) from group
 

@@ -98,7 +98,7 @@ class S3Writer:
 def object_call(method: str, url: str, **arguments: Any) -> Any:
     """Make a request about the object at `url`."""
     bucket, key = s3_client.split(url)
-    return s3_client.run(s3_client.call, method, url, ErrorKind.TARGET, Bucket=bucket, Key=key, **arguments)
+    return s3_client.run(url, s3_client.call, method, url, ErrorKind.TARGET, Bucket=bucket, Key=key, **arguments)
 
 
 def create_upload(url: str, token: str) -> str:
@@ -131,7 +131,7 @@ def complete_upload(url: str, upload_id: str, token: str, tags: dict[int, str], 
 
 def create_only(url: str, data: bytes) -> bool:
     """PUT if the name is free. A writer's token tells a lost answer from a lost race."""
-    return s3_client.run(_create_only, url, data, uuid.uuid4().hex)
+    return s3_client.run(url, _create_only, url, data, uuid.uuid4().hex)
 
 
 async def _create_only(url: str, data: bytes, token: str) -> bool:

@@ -78,7 +78,7 @@ def test_the_same_on_s3(
     assert point == "manifest-written" or result_of(said)["kept"] == kept
 
 
-@pytest.mark.parametrize("point", ["old-manifest-removed", "folder-opened", "window-written", "files-finished"])
+@pytest.mark.parametrize("point", ["old-manifest-removed", "fence-begun", "window-written", "files-finished"])
 def test_an_overwrite_that_is_killed_leaves_nothing_of_the_old_target(
     point: str, tmp_path: Path, undisturbed: dict[str, bytes]
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tasks import storage
+from tasks.storage import TransientStorageError
 from tests.faults.children import Child, Job
 from tests.faults.programs import command
 from tests.faults.targets import OPTIONS, SOURCE, WORDS, leftovers, published
@@ -139,6 +140,33 @@ def test_a_run_that_wakes_up_spoils_nothing_on_s3(
     assert child.wait() in (5, 7), child.said
     assert published(target) == undisturbed
     assert storage.leftovers(target) == ()
+
+
+def test_a_takeover_that_was_killed_is_taken_up(
+    tmp_path: Path, undisturbed: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a sleeping worker of another plan left must be gone before a run goes on, also if that is a later run."""
+    target = tmp_path / "out"
+    sleeper = Job(SOURCE, target, tmp_path / "sleeper", OTHER_PLAN)
+    child = paused_at(sleeper, "commit-allowed")
+    believe_dead(target)
+    second = Job(SOURCE, target, tmp_path / "second", {**OPTIONS, "overwrite": True})
+    second.plan("fence-begun", "kill")
+    assert second.run()[0] == -signal.SIGKILL
+
+    def fails() -> None:
+        raise TransientStorageError("cannot be removed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "leftovers", lambda *_, **__: (fails,))
+        for overwrite in (True, False):
+            with pytest.raises(TransientStorageError, match="cannot be removed"):
+                reshard_here(SOURCE, target, keep_state=True, **{**OPTIONS, "overwrite": overwrite})
+    code, said = second.run()
+    assert code == 0, said
+    let_go(sleeper, "commit-allowed")
+    assert child.wait() in (5, 7), child.said
+    assert published(target) == undisturbed
 
 
 @pytest.mark.parametrize("folder", [".", ".reshard", ".reshard/temporary", ".reshard/lease"])

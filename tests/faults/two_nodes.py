@@ -83,7 +83,8 @@ def one_run(faults: Path, target: str, *, silent_only: bool) -> dict[str, object
     return {**told, "seconds": round(time.monotonic() - began, 1)}
 
 
-def main(scratch: str) -> None:
+def main(scratch: str, targets: str) -> None:
+    """`targets` is the folder of the targets: a path, or a URL, where nothing is known of zombies."""
     faults = Path(scratch, "faults")
     faults.mkdir()
     os.environ[VARIABLE] = str(faults)  # before Ray's processes start, which inherit it
@@ -96,9 +97,9 @@ def main(scratch: str) -> None:
     told: dict[str, object] = {}
     try:
         with ray_session(ray_cluster.address):
-            told["machine"] = one_run(faults, str(Path(scratch, "machine")), silent_only=False)
+            told["machine"] = one_run(faults, f"{targets}/machine", silent_only=False)
             ray_cluster.add_node(**machine)
-            told["silent"] = one_run(faults, str(Path(scratch, "silent")), silent_only=True)
+            told["silent"] = one_run(faults, f"{targets}/silent", silent_only=True)
     finally:
         ray_cluster.shutdown()
     sys.stdout.write("\n" + json.dumps(told) + "\n")

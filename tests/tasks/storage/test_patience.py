@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tasks import storage
-from tasks.storage import TransientStorageError, limited
+from tasks.storage import TransientStorageError, limited, s3_client
 from tasks.storage.local_errors import reading
 from tasks.storage.patience import longest_call
 from tasks.write_behind import WriteBehind
@@ -75,6 +76,19 @@ def test_a_helper_that_hangs_is_noticed_and_can_be_used_again(tmp_path: Path) ->
     answer(identity.url)
     assert ended.wait(10)
     assert longest_call()[0] == ""
+
+
+def test_a_store_that_takes_a_request_and_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        s3_client.forget()
+        try:
+            with pytest.raises(TransientStorageError, match="s3://bucket/key: no answer for"):
+                limited(storage.stat)("s3://bucket/key")
+        finally:
+            s3_client.forget()
 
 
 def test_what_was_given_up_touches_nothing_more(tmp_path: Path) -> None:
