@@ -25,7 +25,7 @@ DEMO_TARGET := demo-output
 
 # What test-servers needs of Debian, and what it runs against the other store.
 SERVER_PACKAGES := radosgw ceph-mon ceph-osd user-mode-linux nfs-kernel-server kmod iproute2
-STORE_TESTS := tests/tasks/storage/test_s3.py tests/faults/test_pieces.py tests/faults/test_s3_bad_days.py \
+STORE_TESTS := tests/tasks/storage/test_s3.py tests/faults/test_node_loss.py tests/faults/test_pieces.py tests/faults/test_s3_bad_days.py \
 	tests/faults/test_takeover.py tests/faults/test_driver_kills.py
 
 .PHONY: demo test test-servers bench soak clean
@@ -45,7 +45,7 @@ test: $(VENV)/.test-ready
 	part $(PYTHON) -m ruff check $(SOURCES); \
 	part $(PYTHON) -m ruff format --check $(SOURCES); \
 	part $(PYTHON) -m mypy; \
-	part $(PYTHON) -m pytest $(SOURCES); \
+	part $(PYTHON) -m pytest -n 3 --dist loadfile $(SOURCES); \
 	test -z "$$failed"
 
 # Without root or apt, what cannot be tested is skipped and says so.

@@ -30,7 +30,8 @@ from cluster.dag import Frontier, Node, check_dag
 from cluster.events import Event, EventKind, ignore
 from cluster.failures import Interrupted, NodeFailed, OutOfMemory, RetryPolicy
 from cluster.losses import holds_error, is_lost_by_ray, is_out_of_memory, lost_needs
-from cluster.resources import TaskResources, check_capacity
+from cluster.resources import TaskResources
+from cluster.silence import Silence
 from cluster.worker import Report, remote_function
 
 # Ray returns from a wait as soon as this many are ready. Asking for more makes each wait longer, fewer costs calls.
@@ -72,8 +73,8 @@ class Execution:
         observe: called in the driver for every event, so it should be quick; what it raises ends the run.
         stop: once set, the run is cancelled and `Interrupted` raised: noticed within half a second, after which
             cancelling takes as long as tasks need to let go, at most three seconds.
-        silence_seconds: without a finished node for this long, the machines are looked at, and WAITING is told if
-            none can run what is in flight.
+        silence_seconds: without a finished node for this long, the machines are looked at (`silence.py`), and WAITING
+            is told if none can run what is in flight.
     """
 
     def __init__(
@@ -100,7 +101,6 @@ class Execution:
         self._retry = retry or RetryPolicy()
         self._observe = observe
         self._stop = stop or threading.Event()
-        self._silence_seconds = silence_seconds
         self._frontier = Frontier()
         self._payloads: dict[str, Any] = {}
         self._workers: dict[str, str] = {}
@@ -111,7 +111,7 @@ class Execution:
         self._in_flight_bytes = 0
         self._delayed: list[tuple[float, str]] = []
         self._summaries: dict[str, object] = {}
-        self._last_sign = 0.0
+        self._silence = Silence(silence_seconds)
 
     def __enter__(self) -> Self:
         return self
@@ -130,7 +130,7 @@ class Execution:
         check_dag(nodes, kinds=self._remotes, known=self._frontier.known)
         self._frontier.add(nodes)
         self._summaries = {}
-        self._last_sign = time.monotonic()
+        self._silence.begin()
         try:
             while self._frontier.num_pending:
                 if self._stop.is_set():
@@ -139,7 +139,7 @@ class Execution:
                 self._submit_ready()
                 for summary_ref in self._wait():
                     self._settle(summary_ref)
-                self._tell_if_silent()
+                self._look_if_silent()
         except KeyboardInterrupt as error:
             raise self._interrupted(nodes) from error
         finally:
@@ -219,7 +219,7 @@ class Execution:
         attempt = self._in_flight.pop(summary_ref)
         node = attempt.node
         self._in_flight_bytes -= node.cost_bytes
-        self._last_sign = time.monotonic()
+        self._silence.sign()
         try:
             report: Report = ray.get(summary_ref)
         except ray.exceptions.RayError as error:
@@ -242,16 +242,13 @@ class Execution:
         )
 
     def _fail(self, attempt: _Attempt, error: Any) -> None:
-        """Plan another attempt after a pause, or end the run by raising NodeFailed."""
+        """Decide what a failure means."""
         import ray
 
-        node, num_attempts = attempt.node, self._attempts[attempt.node.id]
+        node = attempt.node
         holds_error(attempt.payload)
         is_from_task = isinstance(error, ray.exceptions.RayTaskError)
         cause = error.cause if is_from_task else error
-        self._failures[node.id] += 1
-        num_failures = self._failures[node.id]
-        seconds = time.monotonic() - attempt.submitted
         message = f"{type(cause).__name__}: {cause}"
         if is_out_of_memory(cause):
             self._starved[node.id] += 1
@@ -259,33 +256,51 @@ class Execution:
             cause = cause if may_pass else OutOfMemory(message)
         else:
             may_pass = is_lost_by_ray(cause) or self._retry.is_retryable(cause)
-        if num_failures > self._retry.max_retries or not may_pass:
-            self._observe(Event(EventKind.FAILED, node.id, node.kind, num_attempts, seconds, message=message))
-            trace = _COLOURS.sub("", str(error)) if is_from_task else ""
-            raise NodeFailed(node.id, node.kind, num_attempts, cause, trace) from cause
+        trace = _COLOURS.sub("", str(error)) if is_from_task else ""
+        self._try_again(attempt, cause, message, may_pass=may_pass, trace=trace)
         if isinstance(cause, ray.exceptions.ObjectLostError):
             payloads = {need: self._payloads[need] for need in node.needs if need in self._payloads}
             lost = lost_needs(payloads, self._workers, cause)
             self._frontier.lose(lost)
             for need in lost:
                 self._payloads.pop(need, None)
+
+    def _try_again(
+        self, attempt: _Attempt, cause: BaseException, message: str, *, may_pass: bool = True, trace: str = ""
+    ) -> None:
+        """Plan another attempt after a pause, or end the run by raising NodeFailed."""
+        node, num_attempts = attempt.node, self._attempts[attempt.node.id]
+        self._failures[node.id] += 1
+        num_failures = self._failures[node.id]
+        seconds = time.monotonic() - attempt.submitted
+        if num_failures > self._retry.max_retries or not may_pass:
+            self._observe(Event(EventKind.FAILED, node.id, node.kind, num_attempts, seconds, message=message))
+            raise NodeFailed(node.id, node.kind, num_attempts, cause, trace) from cause
         self._observe(Event(EventKind.RETRIED, node.id, node.kind, num_attempts, seconds, message=message))
         due = time.monotonic() + self._retry.delay_seconds(num_failures)
         heapq.heappush(self._delayed, (due, node.id))
 
-    def _tell_if_silent(self) -> None:
-        """Say so when nothing finishes because no live machine could run what is in flight: Ray keeps silent."""
+    def _look_if_silent(self) -> None:
+        """Begin again what went with a machine; say so when no live machine could run what is in flight."""
+        if not self._silence.is_due() or not self._in_flight:
+            return
+        kinds = {attempt.node.kind for attempt in self._in_flight.values()}
+        resources = {kind: self._resources[kind] for kind in sorted(kinds)}
+        lost, messages = self._silence.look(self._in_flight, resources)
+        if messages:
+            self._observe(Event(EventKind.WAITING, seconds=self._silence.seconds, message="\n".join(messages)))
+            return
+        for summary_ref in lost:
+            self._abandon(summary_ref)
+
+    def _abandon(self, summary_ref: Any) -> None:
         import ray
 
-        seconds = time.monotonic() - self._last_sign
-        if seconds < self._silence_seconds or not self._in_flight:
-            return
-        self._last_sign = time.monotonic()
-        kinds = {attempt.node.kind for attempt in self._in_flight.values()}
-        nodes = [machine["Resources"] for machine in ray.nodes() if machine["Alive"]]
-        messages = check_capacity({kind: self._resources[kind] for kind in sorted(kinds)}, nodes)
-        if messages:
-            self._observe(Event(EventKind.WAITING, seconds=seconds, message="\n".join(messages)))
+        attempt = self._in_flight.pop(summary_ref)
+        self._in_flight_bytes -= attempt.node.cost_bytes
+        ray.cancel(summary_ref, force=True)  # should it run on another machine after all, or still be waiting
+        message = f"a machine was lost, and nothing has finished for {self._silence.seconds:.0f} s"
+        self._try_again(attempt, ray.exceptions.WorkerCrashedError(), message)
 
     def _interrupted(self, nodes: Sequence[Node]) -> Interrupted:
         num_finished = sum(node.id in self._summaries for node in nodes)

@@ -59,3 +59,10 @@ def test_lost_payloads_are_made_again_all_at_once(seen: dict[str, Any]) -> None:
     assert seen["death"]["sum"] == 3 * 7 * (1 << 20)
     assert seen["death"]["makes"] == [f"make-{n}.{attempt}" for n in range(3) for attempt in (1, 2)]
     assert seen["death"]["attempts_of_sum"] == 2
+
+
+def test_what_a_silent_machine_was_given_runs_elsewhere(seen: dict[str, Any]) -> None:
+    silence = seen["silence"]
+    assert silence["elsewhere"]
+    assert len(silence["retries"]) == 1
+    assert silence["retries"][0].startswith("a machine was lost, and nothing has finished for")

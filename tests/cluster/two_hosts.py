@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,6 +93,42 @@ def a_machine_dies(ray_cluster: Any, doomed: Any, scratch: str) -> dict[str, obj
     }
 
 
+def stuck_once(started: str) -> tuple[object, object]:
+    """Never return, unless somebody was stuck here before."""
+    try:
+        with open(started, "x") as file:
+            file.write(str(os.getpid()))
+    except FileExistsError:
+        return os.getpid(), None
+    time.sleep(600)
+    return None, None
+
+
+def a_machine_falls_silent(ray_cluster: Any, scratch: str) -> dict[str, object]:
+    """Ray believes the machine dead, but its worker's connection stays open, so nobody says that the node is lost."""
+    import psutil
+
+    start_machine(ray_cluster, "second")
+    started = Path(scratch, "started")
+
+    def stop_raylet() -> None:
+        while not (started.exists() and started.read_text()):
+            time.sleep(0.05)
+        psutil.Process(int(started.read_text())).parent().suspend()
+
+    events: list[Event] = []
+    resources = {"stuck": TaskResources(num_cpus=0.1, custom=(("second", 0.1),))}
+    thread = threading.Thread(target=stop_raylet)
+    thread.start()
+    with Execution({"stuck": stuck_once}, resources, observe=events.append, silence_seconds=1) as execution:
+        other = execution.run([Node("stuck", "stuck", (str(started),))])["stuck"]
+    thread.join()
+    return {
+        "elsewhere": other != int(started.read_text()),
+        "retries": [event.message for event in events if event.kind is EventKind.RETRIED],
+    }
+
+
 def main(scratch: str, shipped_package: str) -> dict[str, object]:
     from ray.cluster_utils import Cluster
 
@@ -109,6 +147,7 @@ def main(scratch: str, shipped_package: str) -> dict[str, object]:
                 "shipped": seen,
                 "hosts": both_hosts_run_nodes(),
                 "death": a_machine_dies(ray_cluster, doomed, scratch),
+                "silence": a_machine_falls_silent(ray_cluster, scratch),
             }
     finally:
         ray_cluster.shutdown()
