@@ -37,6 +37,9 @@ _PACKAGES = tuple(str(Path(__file__).resolve().parent.parent / name) for name in
 # A worker leased for one task takes the next at once only if it is submitted already.
 _IN_FLIGHT_PER_WORKER = 3
 
+# Writing files side by side leaves less room for each: for a few bytes it does not pay.
+_WORTH_SHARING = 1.05
+
 
 class Executor(Protocol):
     """What the driver needs of an execution: Ray's, or the one in this process."""
@@ -149,7 +152,9 @@ def execute(request: Request, found: Found, execution: Executor, progress: Progr
         folder.open(overwrite=request.overwrite)
         reach("folder-opened", folder.url)
         with _timed(times, "write_seconds"), folder.noting_failure():
-            third = nodes.write_nodes(plan, source, target, folder.url, request)
+            third = nodes.write_nodes(
+                plan, source, target, folder.url, request, share_rows=_shares_rows(plan, request, summaries)
+            )
             progress.begin("writing target files", len(third))
             results = [item for item in execution.run(third).values() if isinstance(item, ShardResult)]
             proven = _check_source(plan, summaries, results, folder)
@@ -215,7 +220,18 @@ def _dry_run(request: Request, found: Found, began: float) -> Mapping[str, Any]:
     done = folder.committed(overwrite=request.overwrite) is not None
     times = {"plan_seconds": round(time.monotonic() - began, 3)}
     result = _result(plan, folder.url, summaries, [], times, already_done=done)
+    if _shares_rows(plan, request, summaries):
+        spans, needed = result["span_bytes"], result["bytes_needed"]
+        once = needed + round((spans - needed) * plan.still_repeated(request.target, request.memory_bytes))
+        requests = -(-result["planned_requests"] * once // spans)
+        result |= {"span_bytes": once, "planned_requests": requests}
     return {**result, "dry_run": True, "bytes_to_write": plan.bytes_to_write()}
+
+
+def _shares_rows(plan: Plan, request: Request, summaries: Sequence[SliceSummary]) -> bool:
+    """Tell whether files are to be written side by side, because each alone would read what others need."""
+    spans, needed = (sum(each) for each in zip(*((s.span_bytes, s.bytes_needed) for s in summaries), strict=True))
+    return spans > _WORTH_SHARING * needed and plan.still_repeated(request.target, request.memory_bytes) < 1
 
 
 def _in_threads(function: Callable[[int], SliceSummary], items: Sequence[int]) -> list[SliceSummary]:

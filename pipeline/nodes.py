@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,17 +27,38 @@ from tasks import storage
 from tasks.checkpoint import ShardIndex
 from tasks.errors import ErrorKind, Problem, error
 from tasks.faults import reach
+from tasks.file_work import Destination
 from tasks.formats.metaseq_files import ShardFile
 from tasks.regroup_mp_slice import SliceSummary, regroup_mp_slice
 from tasks.source import Source
 from tasks.storage import FileIdentity, limited
 from tasks.target import Target
 from tasks.unflatten_source_shard import unflatten_source_shard
-from tasks.write_target_shard import Destination, PieceResult, ShardResult, write_piece, write_target_shard
+from tasks.write_pieces import Member, PieceResult, write_pieces
+from tasks.write_target_shard import ShardResult, write_target_shard
 
 # Says in the target whose it is.
 RUN = "run.json"
 UNFLATTEN, REGROUP, WRITE = "unflatten_source_shard", "regroup_mp_slice", "write_target_shard"
+Rank = tuple[int, int]
+"(mp, dp) of a target file"
+
+
+@dataclass(frozen=True, slots=True)
+class TargetFile:
+    """What is told to a node that writes to a file."""
+
+    rank: Rank
+    paths: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """One piece of each of some files, which are written side by side."""
+
+    files: tuple[TargetFile, ...]
+    number: int
+    count: int
 
 
 @limited
@@ -53,30 +75,83 @@ def regroup(source: Source, target: Target, mp: int, replica_part: int | None) -
 def write(
     source: Source,
     target: Target,
-    mp: int,
-    dp: int,
-    paths: Mapping[str, str],
+    what: TargetFile | Pieces,
     memory_bytes: int,
     durable: bool,
-    piece: tuple[int, int] | None,
     table: pa.Table,
-    *pieces: PieceResult,
-) -> tuple[ShardResult | int, PieceResult | None]:
-    """Write one target file, but for its `pieces`; or one `piece` of it: (number, count). Then leave a record.
+    *more: Any,
+) -> tuple[ShardResult | int, Mapping[Rank, PieceResult] | None]:
+    """Write a file, or pieces of some.
 
-    The first file of a slice saves the slice's plan as well. The driver is told of a piece how many bytes it has; all
-    else goes to the node of the file.
+    Of a file, `more` is what the nodes of its pieces returned; of pieces, the plans of the other files' parts.
     """
-    to = Destination(paths["file"], paths["temporary"], memory_bytes, durable, paths["place"])
-    what = (source, target, mp, dp, to, table)
-    if piece is not None:
-        result = _write_piece(paths, piece_record(paths, *piece), partial(write_piece, *what, *piece))
-        return result.written_bytes, result
-    work = partial(write_target_shard, *what, pieces, before_commit=partial(check_run, paths))
-    return _write_file(paths, table if dp == 0 else None, work), None
+    if isinstance(what, TargetFile):
+        return _write_file(source, target, what, memory_bytes, durable, table, more), None
+    results = _write_pieces(source, target, what, memory_bytes, durable, (table, *more))
+    return sum(result.written_bytes for result in results.values()), results
 
 
-def _write_file(paths: Mapping[str, str], plan: pa.Table | None, work: Callable[[], ShardResult]) -> ShardResult:
+def _write_file(
+    source: Source,
+    target: Target,
+    file: TargetFile,
+    memory_bytes: int,
+    durable: bool,
+    table: pa.Table,
+    pieces: Sequence[Mapping[Rank, PieceResult]],
+) -> ShardResult:
+    """Write one target file, but for its pieces.
+
+    The first file of a slice saves the slice's plan as well.
+    """
+    mp, dp = file.rank
+    to = _destination(file, memory_bytes, durable=durable)
+    mine = [found[file.rank] for found in pieces]
+    allow = partial(check_run, file.paths)
+    work = partial(write_target_shard, source, target, mp, dp, to, table, mine, before_commit=allow)
+    return _with_record(file.paths, table if dp == 0 else None, work)
+
+
+def _write_pieces(
+    source: Source,
+    target: Target,
+    pieces: Pieces,
+    memory_bytes: int,
+    durable: bool,
+    tables: Sequence[pa.Table],
+) -> Mapping[Rank, PieceResult]:
+    """Write a piece of each of some files where it has no record yet, then leave records.
+
+    The driver is told how many bytes these are; all else goes to the nodes of the files.
+    """
+    files, number, count = pieces.files, pieces.number, pieces.count
+    found = {file.rank: _found_piece(file.paths, number, count) for file in files}
+    left = [
+        (file, Member(*file.rank, _destination(file, memory_bytes, durable=durable), table))
+        for file, table in zip(files, tables, strict=True)
+        if found[file.rank] is None
+    ]
+    made = write_pieces(source, target, [member for _, member in left], number, count) if left else []
+    for (file, _), result in zip(left, made, strict=True):
+        record = piece_record(file.paths, number, count)
+        storage.write_small(record, record_of(file.paths["plan_id"], result), durable=False)
+        reach("piece-recorded", record)
+        found[file.rank] = result
+    return {rank: result for rank, result in found.items() if result is not None}
+
+
+def _destination(file: TargetFile, memory_bytes: int, *, durable: bool) -> Destination:
+    paths = file.paths
+    return Destination(paths["file"], paths["temporary"], memory_bytes, durable, paths["place"])
+
+
+def _found_piece(paths: Mapping[str, str], number: int, count: int) -> PieceResult | None:
+    if may_be_finished(paths):
+        return PieceResult()  # the file's own node looks closer, and does what is missing
+    return piece_finished_before(paths, piece_record(paths, number, count))
+
+
+def _with_record(paths: Mapping[str, str], plan: pa.Table | None, work: Callable[[], ShardResult]) -> ShardResult:
     """Do what writes a file, then write its completion record; a plan that is given is saved before.
 
     Records and plans need not survive a power cut: without them the work is done again. An fsync for each of them would
@@ -92,17 +167,6 @@ def _write_file(paths: Mapping[str, str], plan: pa.Table | None, work: Callable[
     reach("file-committed", paths["file"])
     storage.write_small(paths["record"], record_of(paths["plan_id"], result), durable=False)
     reach("record-written", paths["record"])
-    return result
-
-
-def _write_piece(paths: Mapping[str, str], record: str, work: Callable[[], PieceResult]) -> PieceResult:
-    if may_be_finished(paths):
-        return PieceResult()  # the file's own node looks closer, and does what is missing
-    result = piece_finished_before(paths, record)
-    if result is None:
-        result = work()
-        storage.write_small(record, record_of(paths["plan_id"], result), durable=False)
-        reach("piece-recorded", record)
     return result
 
 
@@ -142,23 +206,33 @@ def regroup_nodes(plan: Plan, source: object, target: object, replica_part: int 
     ]
 
 
-def write_nodes(plan: Plan, source: object, target: object, folder: str, request: Request) -> list[Node]:
+def write_nodes(
+    plan: Plan, source: object, target: object, folder: str, request: Request, *, share_rows: bool = False
+) -> list[Node]:
     """One node for each target file, after one for each piece of a large one. What has a record is only checked.
 
-    The pieces of one file come before those of the next, so that files are published early.
+    The pieces of one file come before those of the next, so that files are published early. `share_rows`: files of
+    parts that take columns of the same rows of the source are written side by side.
     """
-    count = plan.num_pieces(request.target, request.piece_bytes)
     nodes = []
-    for mp, dp in plan.ranks():
-        where = paths(plan, folder, mp, dp, in_pieces=count > 1)
-        pieces = {f"write {mp} {dp} piece {number}": (number, count) for number in range(count) if count > 1}
-        for name, piece in {**pieces, f"write {mp} {dp}": None}.items():
-            arguments, smaller = (
-                (source, target, mp, dp, where, memory_bytes, request.durable, piece)
-                for memory_bytes in (request.memory_bytes, request.memory_bytes // 2)
-            )
-            needs = (f"regroup {mp}", *(() if piece else pieces))
-            nodes.append(Node(name, WRITE, arguments, needs, smaller))
+    for ranks in plan.groups(request.target, request.memory_bytes) if share_rows else [[rank] for rank in plan.ranks()]:
+        count = plan.num_pieces(request.target, request.piece_bytes, len(ranks))
+        files = tuple(TargetFile(rank, paths(plan, folder, *rank, in_pieces=count > 0)) for rank in ranks)
+        plans = tuple(f"regroup {mp}" for mp, _ in ranks)
+
+        def node(name: str, what: TargetFile | Pieces, needs: tuple[str, ...]) -> Node:
+            memories = (request.memory_bytes, request.memory_bytes // 2)
+            first, smaller = ((source, target, what, memory_bytes, request.durable) for memory_bytes in memories)
+            return Node(name, WRITE, first, needs, smaller)
+
+        names = " and ".join(f"{mp} {dp}" for mp, dp in ranks)
+        pieces = [node(f"write {names} piece {each}", Pieces(files, each, count), plans) for each in range(count)]
+        done = tuple(piece.id for piece in pieces)
+        nodes += pieces
+        nodes += [
+            node(f"write {file.rank[0]} {file.rank[1]}", file, (plan_of_part, *done))
+            for file, plan_of_part in zip(files, plans, strict=True)
+        ]
     return nodes
 
 

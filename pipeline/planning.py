@@ -15,6 +15,7 @@ from tasks.checkpoint import ShardIndex, StoredTensor
 from tasks.checksums import Record
 from tasks.errors import ErrorKind, Problem, error, raise_if
 from tasks.families.opt import OPT
+from tasks.file_work import projected_memory_bytes
 from tasks.formats.metaseq_files import Found, ShardFile
 from tasks.formats.metaseq_names import parse, target_name
 from tasks.formats.metaseq_source import build_source
@@ -25,7 +26,6 @@ from tasks.source import Source
 from tasks.target import Target, TargetOptions, plan_target, target_slice
 from tasks.torchfile.dtypes import ITEM_SIZE_BYTES
 from tasks.unflatten_source_shard import unflatten_source_shard
-from tasks.write_target_shard import projected_memory_bytes
 
 # To be raised when the same request would give other bytes: units of two kinds must not meet in one file.
 LAYOUT_VERSION = 1
@@ -33,6 +33,8 @@ LAYOUT_VERSION = 1
 _INDEX_THREADS = 16
 # The smallest window that is worth a request.
 _SMALLEST_WINDOW_BYTES = 1 << 20
+# Where several files share a worker: smaller ones cost more than reading rows several times.
+_SHARED_WINDOW_BYTES = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +75,57 @@ class Plan:
         part = sum(s.chunk * len(s.files) * ITEM_SIZE_BYTES[s.dtype] for s in layout.streams)
         return part * mesh.mp
 
-    def num_pieces(self, url: str, piece_bytes: int) -> int:
-        """Return into how many pieces a target file at `url` is cut: 1 where it cannot, or is no larger than one."""
-        file_bytes = self.bytes_to_write() // len(self.ranks())
+    def num_pieces(self, url: str, piece_bytes: int, num_files: int) -> int:
+        """Return into how many pieces each of so many target files at `url` is cut, where they are written together.
+
+        None where a file cannot be cut, or is written alone and is no larger than one.
+        """
+        file_bytes = self._file_bytes()
         unit_bytes = storage.unit_bytes(url, file_bytes)
-        return 1 if unit_bytes is None else max(1, min(-(-file_bytes // piece_bytes), file_bytes // unit_bytes))
+        if unit_bytes is None:
+            return 0
+        count = max(1, min(-(-file_bytes * num_files // piece_bytes), file_bytes // unit_bytes))
+        return 0 if (count, num_files) == (1, 1) else count
+
+    def groups(self, url: str, memory_bytes: int) -> list[list[tuple[int, int]]]:
+        """Return the target files as groups of those that take columns of the same rows of the source.
+
+        A group is no larger than a worker's memory allows.
+        """
+        siblings, together = self._num_siblings(), self._num_together(url, memory_bytes)
+        return [
+            [(mp, dp) for mp in range(begin + first, min(begin + first + together, begin + siblings))]
+            for dp in range(self.target.options.mesh.dp)
+            for begin in range(0, self.target.options.mesh.mp, siblings)
+            for first in range(0, siblings, together)
+        ]
+
+    def still_repeated(self, url: str, memory_bytes: int) -> float:
+        """Return which part of the repeated reading of rows is left where files are written in groups."""
+        siblings, together = self._num_siblings(), self._num_together(url, memory_bytes)
+        return (-(-siblings // together) - 1) / (siblings - 1) if siblings > 1 else 1.0
+
+    def _num_siblings(self) -> int:
+        """Return how many target parts take columns of one source part's rows: M / gcd(N, M)."""
+        mesh = self.target.options.mesh
+        return mesh.mp // math.gcd(mesh.mp, self.source.mesh.mp)
+
+    def _num_together(self, url: str, memory_bytes: int) -> int:
+        """Return how many of them are written at the same time."""
+        file_bytes = self._file_bytes()
+        if storage.unit_bytes(url, file_bytes) is None:
+            return 1
+        return max(
+            (
+                num_files
+                for num_files in range(2, self._num_siblings() + 1)
+                if projected_memory_bytes(url, file_bytes, _SHARED_WINDOW_BYTES, num_files) <= memory_bytes
+            ),
+            default=1,
+        )
+
+    def _file_bytes(self) -> int:
+        return self.bytes_to_write() // len(self.ranks())
 
     def ranks(self) -> list[tuple[int, int]]:
         mesh = self.target.options.mesh

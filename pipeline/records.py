@@ -17,7 +17,8 @@ from tasks import storage
 from tasks.checksums import Range
 from tasks.errors import ReshardError
 from tasks.storage import FileIdentity
-from tasks.write_target_shard import PieceResult, ShardResult
+from tasks.write_pieces import PieceResult
+from tasks.write_target_shard import ShardResult
 
 Result = TypeVar("Result", ShardResult, PieceResult)
 

@@ -7,7 +7,8 @@ task. `Ledger` streams are the storages, by number.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +20,8 @@ from tasks.faults import reach
 from tasks.gather import Bytes, Gatherer, Rows
 from tasks.torchfile.archive_writer import ArchiveLayout
 from tasks.write_behind import Put, WriteBehind
+
+Steps = Generator[None, None, tuple[Range, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +165,11 @@ def stream_units(
     *,
     since: int = 0,
     url: str = "",
-) -> tuple[Range, ...]:
-    """Make units of a file in order and write those whose CRC32s are known; everything from `since` on is made here."""
+) -> Steps:
+    """Make units of a file in order and write those whose CRC32s are known; everything from `since` on is made here.
+
+    A step is a window; `in_turn` carries them out, and returns what was written, as ranges of stream 0.
+    """
     size = min(window, unit_bytes, size_bytes)
     buffer, other = np.empty(size, np.uint8), np.empty(size, np.uint8)
     written = []
@@ -182,7 +188,25 @@ def stream_units(
                     behind.write(at, view.data, crc)
                     buffer, other = other, buffer  # only now: the one before is written, this one not yet
                 reach("window-written", url)
+                yield
             made.end_unit()
             if known:
                 written.append((0, begin, end - begin, total))
     return tuple(written)
+
+
+def in_turn(files: Sequence[Steps]) -> list[tuple[Range, ...]]:
+    """Carry out the steps of several files side by side: a window of each, then the next of each."""
+    written: dict[int, tuple[Range, ...]] = {}
+    with ExitStack() as stack:
+        for steps in files:
+            stack.callback(steps.close)
+        while len(written) < len(files):
+            for number, steps in enumerate(files):
+                if number in written:
+                    continue
+                try:
+                    next(steps)
+                except StopIteration as end:
+                    written[number] = end.value
+    return [written[number] for number in range(len(files))]

@@ -7,8 +7,9 @@ imported only then.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,18 @@ SCRATCH_BYTES = 4 << 20
 
 _ITEM_SIZES = np.array([ITEM_SIZE_BYTES[dtype] for dtype in DTYPES], np.int64)
 Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A block of rows in a source file, of which several target files take columns; in bytes."""
+
+    base: int
+    "where the first row begins"
+    end: int
+    "where the last one ends"
+    width: int
+    "of a row, up to the last column that is taken; the stride is the segment's"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,6 +62,8 @@ class Rows:
     source_dtype: Int64
     "codes, by `plan.DTYPES`"
     target_dtype: str
+    wholes: Mapping[int, Whole] = field(default_factory=dict)
+    "by segment: those that are better read as whole rows"
 
     @property
     def end(self) -> Int64:
@@ -116,11 +131,20 @@ def _rows(columns: dict[str, npt.NDArray[Any]], keep_scales: bool) -> Rows:
     )
 
 
+class WholeRows(Protocol):
+    """Gives whole rows of the source; `tasks/shared_rows.py`."""
+
+    def rows(self, file: int, whole: Whole, stride: int, first: int, count: int) -> tuple[Bytes, int]: ...
+
+
 class Gatherer:
     """Fills windows; owns the one scratch buffer of its worker."""
 
-    def __init__(self, readers: ReaderPool, scratch_bytes: int = SCRATCH_BYTES) -> None:
+    def __init__(
+        self, readers: ReaderPool, scratch_bytes: int = SCRATCH_BYTES, whole_rows: WholeRows | None = None
+    ) -> None:
         self._readers = readers
+        self._whole_rows = whole_rows
         self._scratch_bytes = scratch_bytes
         self._scratch = np.empty(0, np.uint8)
 
@@ -191,6 +215,18 @@ class Gatherer:
         file, stride = int(rows.file[row]), int(rows.stride[row])
         factor = float(rows.factor[row])
         casts = source_dtype != rows.target_dtype or factor != 1
+        if self._whole_rows is not None and row in rows.wholes:
+            whole = rows.wholes[row]
+            before, lead = divmod(int(rows.source_start[row]) - whole.base, source_stride)
+            lead += skipped // target_size * source_size
+            done = 0
+            while done < count:
+                span, num_rows = self._whole_rows.rows(file, whole, source_stride, before + first + done, count - done)
+                here = np.lib.stride_tricks.as_strided(span[lead:], (num_rows, source_length), (source_stride, 1))
+                there = np.lib.stride_tricks.as_strided(window[at + done * stride :], (num_rows, length), (stride, 1))
+                _convert(here, source_dtype, there, rows, factor, casts=casts)
+                done += num_rows
+            return None
         if count == 1 and not casts:
             return self._readers.read_into(file, source_at, window[at : at + length].data)
         if count == 1 and source_length > self._scratch_bytes:
@@ -202,13 +238,17 @@ class Gatherer:
         self._readers.read_into(file, source_at, span.data)
         here = np.lib.stride_tricks.as_strided(span, (count, source_length), (source_stride, 1))
         there = np.lib.stride_tricks.as_strided(window[at:], (count, length), (stride, 1))
-        if casts:
-            convert(here, source_dtype, there, rows.target_dtype, factor, exact=rows.exact)
-        else:
-            np.copyto(there, here)
+        _convert(here, source_dtype, there, rows, factor, casts=casts)
         return None
 
     def _room(self, num_bytes: int) -> Bytes:
         if len(self._scratch) < num_bytes:
             self._scratch = np.empty(max(num_bytes, min(self._scratch_bytes, 1 << 16)), np.uint8)
         return self._scratch[:num_bytes]
+
+
+def _convert(here: Bytes, source_dtype: str, there: Bytes, rows: Rows, factor: float, *, casts: bool) -> None:
+    if casts:
+        convert(here, source_dtype, there, rows.target_dtype, factor, exact=rows.exact)
+    else:
+        np.copyto(there, here)

@@ -67,10 +67,10 @@ def open_writer(
     return backend.open_writer(url, size_bytes, temporary_directory=temporary_directory, durable=durable, fenced=fenced)
 
 
-def buffered_bytes(url: str, size_bytes: int) -> int:
-    """Return how much memory the writer of a file of this size holds at most."""
+def buffered_bytes(url: str, size_bytes: int, *, sharing: int = 1) -> int:
+    """Return how much memory the writer of a file of this size holds at most, where so many share a task's memory."""
     url = urls.normalise(url)
-    return _backend(url).buffered_bytes(size_bytes)
+    return _backend(url).buffered_bytes(size_bytes, sharing=sharing)
 
 
 def unit_bytes(url: str, size_bytes: int) -> int | None:
@@ -80,15 +80,22 @@ def unit_bytes(url: str, size_bytes: int) -> int | None:
 
 
 def open_pieces(
-    url: str, size_bytes: int, *, place: str, receipts: Sequence[str] | None = None, durable: bool = True
+    url: str,
+    size_bytes: int,
+    *,
+    place: str,
+    receipts: Sequence[str] | None = None,
+    durable: bool = True,
+    sharing: int = 1,
 ) -> PieceWriter:
     """Open a file of known size that several processes write.
 
     `place` is of this file alone: on a file system the unfinished file itself, else a note of what is on its way. With
     `receipts`, possibly none, something was written before: raises `PiecesLostError` where it is not there any more.
+    `sharing`: so many such writers share a task's memory.
     """
     url = urls.normalise(url)
-    return _backend(url).open_pieces(url, size_bytes, urls.normalise(place), receipts, durable=durable)
+    return _backend(url).open_pieces(url, size_bytes, urls.normalise(place), receipts, durable=durable, sharing=sharing)
 
 
 def holds(place: str, ranges: Sequence[tuple[int, int, int]], receipts: Sequence[str]) -> tuple[str, ...] | None:

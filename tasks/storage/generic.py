@@ -88,14 +88,14 @@ class GenericBackend:
     ) -> GenericWriter:
         return GenericWriter(url, size_bytes)
 
-    def buffered_bytes(self, size_bytes: int) -> int:
+    def buffered_bytes(self, size_bytes: int, *, sharing: int) -> int:
         return min(size_bytes, _PIPED_BYTES)
 
     def unit_bytes(self, size_bytes: int) -> None:
         return None  # fsspec has no writes by position
 
     def open_pieces(
-        self, url: str, size_bytes: int, place: str, receipts: Sequence[str] | None, *, durable: bool
+        self, url: str, size_bytes: int, place: str, receipts: Sequence[str] | None, *, durable: bool, sharing: int
     ) -> PieceWriter:
         raise NotImplementedError(f"{url} cannot be written piece by piece")
 

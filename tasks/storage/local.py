@@ -58,14 +58,14 @@ class LocalBackend:
         directory = urls.normalise(temporary_directory)
         return local_writer.LocalWriter(url, size_bytes, temporary_directory=directory, durable=durable)
 
-    def buffered_bytes(self, size_bytes: int) -> int:
+    def buffered_bytes(self, size_bytes: int, *, sharing: int) -> int:
         return 0
 
     def unit_bytes(self, size_bytes: int) -> int:
         return local_writer.WINDOW_BYTES
 
     def open_pieces(
-        self, url: str, size_bytes: int, place: str, receipts: Sequence[str] | None, *, durable: bool
+        self, url: str, size_bytes: int, place: str, receipts: Sequence[str] | None, *, durable: bool, sharing: int
     ) -> local_writer.LocalPieceWriter:
         return local_writer.LocalPieceWriter(url, size_bytes, place, receipts, durable=durable)
 

@@ -49,16 +49,16 @@ class S3Backend:
     ) -> s3_writer.S3Writer:
         return s3_writer.S3Writer(url, size_bytes, fenced=fenced)
 
-    def buffered_bytes(self, size_bytes: int) -> int:
-        return s3_parts.buffered_bytes(size_bytes)
+    def buffered_bytes(self, size_bytes: int, *, sharing: int) -> int:
+        return s3_parts.buffered_bytes(size_bytes, sharing)
 
     def unit_bytes(self, size_bytes: int) -> int:
         return s3_parts.part_bytes(size_bytes)
 
     def open_pieces(
-        self, url: str, size_bytes: int, place: str, receipts: Sequence[str] | None, *, durable: bool
+        self, url: str, size_bytes: int, place: str, receipts: Sequence[str] | None, *, durable: bool, sharing: int
     ) -> s3_pieces.S3PieceWriter:
-        return s3_pieces.S3PieceWriter(url, size_bytes, place, receipts)
+        return s3_pieces.S3PieceWriter(url, size_bytes, place, receipts, sharing)
 
     def holds(
         self, place: str, ranges: Sequence[tuple[int, int, int]], receipts: Sequence[str]

@@ -33,9 +33,13 @@ def part_bytes(size_bytes: int) -> int:
     return max(_SMALLEST_PART_BYTES, -(-even // _MIB) * _MIB)
 
 
-def buffered_bytes(size_bytes: int) -> int:
-    """Return how much a writer holds at most: the parts in flight and the one that fills."""
-    return min(size_bytes, (_PARTS_IN_FLIGHT + 1) * part_bytes(size_bytes))
+def buffered_bytes(size_bytes: int, sharing: int) -> int:
+    """Return how much each of so many writers holds at most: the parts in flight and the one that fills."""
+    return min(size_bytes, (_parts_in_flight(sharing) + 1) * part_bytes(size_bytes))
+
+
+def _parts_in_flight(sharing: int) -> int:
+    return max(1, _PARTS_IN_FLIGHT // sharing)
 
 
 def checksummed(body: io.BytesIO) -> dict[str, Any]:
@@ -48,8 +52,9 @@ def checksummed(body: io.BytesIO) -> dict[str, Any]:
 class PartSender:
     """Sends the parts of one upload of one object."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, sharing: int = 1) -> None:
         self._url = url
+        self._most_in_flight = _parts_in_flight(sharing)
         bucket, key = s3_client.split(url)
         self._object = {"Bucket": bucket, "Key": key}
         self._free: list[io.BytesIO] = []
@@ -63,7 +68,7 @@ class PartSender:
 
     def send(self, upload_id: str, number: int, body: io.BytesIO) -> None:
         """Send a part without waiting for its answer; the buffer is not the caller's any more."""
-        while len(self._in_flight) >= _PARTS_IN_FLIGHT:
+        while len(self._in_flight) >= self._most_in_flight:
             self._wait_for_one()
         body.truncate()
         place = {**self._object, "UploadId": upload_id, "PartNumber": number}

@@ -25,12 +25,12 @@ Note = dict[str, str]
 class S3PieceWriter:
     """Send parts of an upload; a unit is a part."""
 
-    def __init__(self, url: str, size_bytes: int, place: str, receipts: Sequence[str] | None) -> None:
+    def __init__(self, url: str, size_bytes: int, place: str, receipts: Sequence[str] | None, sharing: int) -> None:
         self._url = url
         self._size_bytes = size_bytes
         self._part_bytes = part_bytes(size_bytes)
         self._note = _begin(url, place) if receipts is None else _resume(place, receipts)
-        self._sender = PartSender(url)
+        self._sender = PartSender(url, sharing)
         self._window = self._sender.buffer()
 
     def write(self, offset_bytes: int, buffer: memoryview | bytes) -> None:

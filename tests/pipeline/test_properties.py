@@ -15,12 +15,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tasks.checksums import Ledger
-from tasks.file_stream import FileStream, stream_units
+from tasks.file_stream import FileStream, in_turn, stream_units
+from tasks.file_work import Destination
 from tasks.gather import Gatherer
 from tasks.plan import plan_slice, rows_of_file
 from tasks.reader_pool import ReaderPool
 from tasks.target_file import plan_file
-from tasks.write_target_shard import Destination, write_target_shard
+from tasks.write_target_shard import write_target_shard
 from tests.oracle import (
     Layout,
     Model,
@@ -222,7 +223,7 @@ def test_windows_and_scratch_of_any_size_give_the_same_bytes(
                         written[at : at + len(view)] = view
 
                     units = range(0, layout.size_bytes, unit)
-                    stream_units(made, layout.size_bytes, units, unit, window, put)
+                    in_turn([stream_units(made, layout.size_bytes, units, unit, window, put)])[0]
                 assert written == path.read_bytes()
 
 

@@ -9,11 +9,11 @@ import pytest
 
 from tasks.checksums import Ledger
 from tasks.errors import ReshardError
-from tasks.file_stream import Body, FileStream, stream_units
+from tasks.file_stream import Body, FileStream, in_turn, stream_units
 from tasks.gather import Gatherer
 from tasks.reader_pool import ReaderPool
 from tasks.torchfile.archive_writer import ArchiveLayout, plan_archive
-from tasks.write_target_shard import piece_span
+from tasks.write_pieces import piece_span
 
 SIZES = (64, 1000, 0, 5000, 8, 20_000, 24, 24, 700)
 UNIT, WINDOW = 1024, 512
@@ -51,20 +51,20 @@ def test_pieces_and_what_they_leave_make_the_whole_file(count: int, contents: li
     size = layout_of(contents).size_bytes
     whole, pieces = SlowFile(size), SlowFile(size)
     units = range(0, size, UNIT)
-    all_of_it = stream_units(stream(contents, Ledger()), size, units, UNIT, WINDOW, whole.put)
+    all_of_it = in_turn([stream_units(stream(contents, Ledger()), size, units, UNIT, WINDOW, whole.put)])[0]
     noted, written = Ledger(), []
     for number in reversed(range(count)):
         begin, end = piece_span(size, UNIT, number, count)
         mine = Ledger()
         made = stream(contents, mine)
-        part = stream_units(made, size, range(begin, end, UNIT), UNIT, WINDOW, pieces.put, since=begin)
+        part = in_turn([stream_units(made, size, range(begin, end, UNIT), UNIT, WINDOW, pieces.put, since=begin)])[0]
         assert len(part) >= -(-(end - begin) // UNIT) - 3, "a piece leaves what needs others' checksums, and no more"
         written += part
         for each in mine.ranges():
             noted.add(each)
     missing = [unit for unit in units if unit not in pieces.units]
     assert (missing == []) == (count == 1)
-    written += stream_units(stream(contents, noted), size, missing, UNIT, WINDOW, pieces.put)
+    written += in_turn([stream_units(stream(contents, noted), size, missing, UNIT, WINDOW, pieces.put)])[0]
     assert pieces.content == whole.content
     assert sorted(written) == sorted(all_of_it)
     for content, begin in zip(contents, layout_of(contents).storage_offsets_bytes, strict=True):
@@ -75,11 +75,13 @@ def test_a_storage_that_reads_differently_the_second_time_is_an_error(contents: 
     size = layout_of(contents).size_bytes
     noted = Ledger()
     units = range(2 * UNIT, size, UNIT)
-    written = stream_units(stream(contents, noted), size, units, UNIT, WINDOW, lambda *_: None, since=2 * UNIT)
+    written = in_turn(
+        [stream_units(stream(contents, noted), size, units, UNIT, WINDOW, lambda *_: None, since=2 * UNIT)]
+    )[0]
     left = sorted({*range(0, size, UNIT)} - {begin for _, begin, _, _ in written})
     changed = [bytes([content[0] ^ 1]) + content[1:] if content else b"" for content in contents]
     with pytest.raises(ReshardError, match="read-differently"):
-        stream_units(stream(changed, noted), size, left, UNIT, WINDOW, lambda *_: None)
+        in_turn([stream_units(stream(changed, noted), size, left, UNIT, WINDOW, lambda *_: None)])[0]
 
 
 def test_an_unknown_checksum_is_never_written(contents: list[bytes]) -> None:
