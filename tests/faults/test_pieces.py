@@ -78,6 +78,26 @@ def test_a_killed_run_writes_only_the_pieces_that_have_no_record(
         assert (result["kept"], result["bytes_written"]) == (1, 0)
 
 
+def test_rows_that_two_files_share_are_read_once_also_after_a_kill(large_source: Path, tmp_path: Path) -> None:
+    """Files of parts that take columns of the same rows are written side by side, and have records of their own."""
+    together = {**IN_PIECES, "mp": 4, "piece_bytes": 512 << 20}
+    reshard_here(large_source, tmp_path / "whole", **{**together, "memory_bytes": 24 << 20})
+    expected = published(tmp_path / "whole")
+    target = tmp_path / "out"
+    job = Job(large_source, target, tmp_path, together)
+    kill(job, "piece-recorded", 1)
+    assert len(records(target)) == 1
+    code, said = job.run()
+    assert code == 0, said
+    assert published(target) == expected
+    assert leftovers(target) == []
+    undisturbed = reshard_here(large_source, tmp_path / "again", **together)
+    assert published(tmp_path / "again") == expected
+    needed, spans = undisturbed["bytes_needed"], undisturbed["span_bytes"]
+    assert spans > 1.2 * needed, "each file alone would read what the other one needs"
+    assert undisturbed["bytes_read"] < 1.05 * needed
+
+
 @pytest.mark.parametrize("damage", ["bit", "short", "gone", "record"])
 def test_a_piece_whose_bytes_are_not_those_of_its_record_is_written_again(
     damage: str, large_source: Path, whole: dict[str, bytes], tmp_path: Path
