@@ -25,8 +25,10 @@ Named = dict[str, torch.Tensor]
 _TIE = ("decoder.embed_tokens.weight", "decoder.output_projection.weight")
 
 
-def reshard(source: Path, target: Path, shape: ModelShape, old: tuple[int, int], new: tuple[int, int] | None) -> None:
-    """Write the target: flat shards for the mesh `new`, or one file of named tensors where it is None."""
+def reshard(
+    source: Path, target: Path, shape: ModelShape, old: tuple[int, int], new: tuple[int, int], *, flat: bool
+) -> None:
+    """Write the target: flat shards for the mesh `new`, or a file of named tensors for each of its parts."""
     parts: list[Named] = []
     rest: dict[str, Any] = {}
     for mp in range(old[0]):
@@ -37,15 +39,19 @@ def reshard(source: Path, target: Path, shape: ModelShape, old: tuple[int, int],
         rest = rest or shards[0]
         del shards
     whole = {name: _merge(name, [part.pop(name) for part in parts]) for name in list(parts[0])}
-    if new is None:
-        whole[_TIE[1]] = whole[_TIE[0]]
+    if not flat:
         rest.pop("shard_metadata")
-        _save(rest, whole, target / "checkpoint_last.pt", (1, 1))
-        return
     for mp in range(new[0]):
-        flat = _flatten({name: _split(name, tensor, mp, new[0]) for name, tensor in whole.items()}, shape, new)
+        part = {name: _split(name, tensor, mp, new[0]) for name, tensor in whole.items()}
+        if not flat:
+            named = {name: tensor.clone() for name, tensor in part.items()} if new[0] > 1 else part
+            named[_TIE[1]] = named[_TIE[0]]
+            ending = f"-model_part-{mp}" if new[0] > 1 else ""
+            _save(rest, named, target / f"checkpoint_last{ending}.pt", new)
+            continue
+        flattened = _flatten(part, shape, new)
         for dp in range(new[1]):
-            shard = {name: chunks[dp].clone() if len(chunks) > 1 else chunks[0] for name, chunks in flat.items()}
+            shard = {name: chunks[dp].clone() if len(chunks) > 1 else chunks[0] for name, chunks in flattened.items()}
             rest["shard_metadata"] = shard_metadata(shape, *new, dp)
             _save(rest, shard, target / file_name(mp, dp), new)
 
@@ -111,7 +117,8 @@ def main() -> None:
         words.target,
         small_shape(words.gigabytes),
         (words.source_mp, words.source_dp),
-        None if words.unflat else (words.mp, words.dp),
+        (words.mp, words.dp),
+        flat=not words.unflat,
     )
     print(json.dumps({"seconds": time.monotonic() - began, "idle_bytes": idle, "peak_bytes": peak_bytes()}))
 

@@ -46,7 +46,11 @@ class Job:
         return ["--mp", str(self.mp), "--dp", str(self.dp), "--layout", layout, "--state", "drop"]
 
 
-JOBS = (Job("mp2 x dp4 flat -> mp4 x dp2 flat", 4, 2, True), Job("mp2 x dp4 flat -> 1x1 unflat", 1, 1, False))
+JOBS = (
+    Job("mp2 x dp4 flat -> mp4 x dp2 flat", 4, 2, True),
+    Job("mp2 x dp4 flat -> 1x1 unflat", 1, 1, False),
+    Job("mp2 x dp4 flat -> mp8 unflat", 8, 1, False),
+)
 
 
 @contextmanager
