@@ -84,7 +84,9 @@ class Plan:
         unit_bytes = storage.unit_bytes(url, file_bytes)
         if unit_bytes is None:
             return 0
-        count = max(1, min(-(-file_bytes * num_files // piece_bytes), file_bytes // unit_bytes))
+        # Each cut leaves a unit of each file to be made without the others, so a group is not cut for a little more.
+        wanted = -(-file_bytes // piece_bytes) if num_files == 1 else file_bytes * num_files // piece_bytes
+        count = max(1, min(wanted, file_bytes // unit_bytes))
         return 0 if (count, num_files) == (1, 1) else count
 
     def groups(self, url: str, memory_bytes: int) -> list[list[tuple[int, int]]]:
