@@ -9,10 +9,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from pipeline.lease import describe, is_alive, latest_lease
+from pipeline.manifest import MANIFEST, named_files
 from pipeline.messages import CommandParser, run_command
 from pipeline.nodes import RUN
 from pipeline.records import piece_of
-from pipeline.target_folder import FAILURE, MANIFEST, named_files
+from pipeline.target_folder import FAILURE
 from pipeline.work_folder import RECORDS, WORK, files_in
 from tasks import storage
 from tasks.errors import ErrorKind, ReshardError, error

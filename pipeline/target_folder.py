@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from importlib.metadata import version
 from typing import Any
 
 from pipeline.lease import Lease
+from pipeline.manifest import MANIFEST, described, differences, manifest_of, named_files
 from pipeline.nodes import RUN
 from pipeline.planning import Plan
 from pipeline.work_folder import PLANS, WorkFolder, files_in
@@ -24,9 +24,7 @@ from tasks.faults import reach
 from tasks.formats.metaseq_names import parse
 from tasks.write_target_shard import ShardResult
 
-MANIFEST = "manifest.json"
 FAILURE = "failure.json"
-TOOL = "reshard 0.1.0"
 
 
 class TargetFolder:
@@ -59,10 +57,10 @@ class TargetFolder:
             raise_if(self._damaged_files(manifest))
             return manifest
         if manifest is not None:
-            raise self._refusal("holds the result of another plan", *self._differences(manifest))
+            raise self._refusal("holds the result of another plan", *differences(self._plan, manifest))
         run = self._read(self._work.path(RUN))
         if run is not None and run.get("plan_id") != self._plan.plan_id:
-            raise self._refusal("holds an unfinished run of another plan", *self._differences(run))
+            raise self._refusal("holds an unfinished run of another plan", *differences(self._plan, run))
         foreign = [] if run is not None else files_in(self.url)
         if foreign:
             raise self._refusal("is not empty", f"files: {some(foreign)}")
@@ -116,34 +114,6 @@ class TargetFolder:
                 hint="move them away, or choose another folder or --prefix; they are not replaced",
             )
 
-    def _differences(self, other: Mapping[str, Any]) -> list[str]:
-        """Say what another plan wanted otherwise, as far as its manifest or its run tells."""
-        facts = []
-        if (there := other.get("target")) and there != self._described():
-            facts.append(f"there: {_in_words(there)}; asked for: {_in_words(self._described())}")
-        source = other.get("source")
-        files = source.get("files") if isinstance(source, dict) else None
-        before = {file.get("url"): file for file in files or () if isinstance(file, dict)}
-        now = {identity.url: asdict(identity) for identity in self._plan.source.files}
-        if before and before.keys() != now.keys():
-            facts.append("the source is of other files")
-        elif changed := [url for url, identity in now.items() if before and before[url] != identity]:
-            facts.append(f"source files have changed since: {some(changed, 3)}")
-        return facts or ["options differ that change the bytes"]
-
-    def _described(self) -> dict[str, Any]:
-        options = self._plan.target.options
-        return {
-            "format": "metaseq",
-            "prefix": options.prefix,
-            "mp": options.mesh.mp,
-            "dp": options.mesh.dp,
-            "layout": "flat" if options.flat else "unflat",
-            "dtype": options.dtype or "keep",
-            "qkv": str(options.projection),
-            "state": "keep" if options.keep_state else "drop",
-        }
-
     def _refusal(self, what: str, *facts: str) -> ReshardError:
         return error(
             ErrorKind.TARGET,
@@ -182,7 +152,7 @@ class TargetFolder:
             "user": _user(),
             "started_seconds": time.time(),
             "source": {"files": [asdict(identity) for identity in self._plan.source.files]},
-            "target": self._described(),
+            "target": described(self._plan),
             "files": [self._plan.file_name(mp, dp) for mp, dp in self._plan.ranks()],
             "fenced": fenced,
         }
@@ -271,52 +241,11 @@ class TargetFolder:
     @storage.limited
     def commit(self, results: Sequence[ShardResult]) -> Mapping[str, Any]:
         """Check that every file is there, and write the manifest."""
-        manifest = self._manifest(results)
+        manifest = manifest_of(self._plan, results)
         raise_if(self._damaged_files(manifest))
         if not storage.create_only(storage.join(self.url, MANIFEST), json.dumps(manifest, indent=1).encode()):
             raise self._refusal("was finished by another run meanwhile", "a manifest")
         return manifest
-
-    def _manifest(self, results: Sequence[ShardResult]) -> dict[str, Any]:
-        plan = self._plan
-        return {
-            "plan_id": plan.plan_id,
-            "tool": TOOL,
-            "versions": {name: version(name) for name in ("torch", "ray", "pyarrow", "numpy")},
-            "source": {
-                "prefix": plan.found.prefix,
-                "mp": plan.source.mesh.mp,
-                "dp": plan.source.mesh.dp,
-                "layout": "flat" if plan.source.flat else "unflat",
-                "files": [asdict(identity) for identity in plan.source.files],
-            },
-            "target": self._described(),
-            "files": [
-                {"name": storage.basename(result.url), "size_bytes": result.size_bytes, "crc32": f"{result.crc32:08x}"}
-                for result in results
-            ],
-            "tensors": [
-                {"name": name, "shape": list(shape), "dtype": dtype} for name, shape, dtype in plan.target_tensors()
-            ],
-            "dropped": list(plan.dropped),
-            "notes": list(plan.notes),
-        }
-
-
-def _in_words(described: object) -> str:
-    if not isinstance(described, dict):
-        return "nothing known"
-    return ", ".join(f"{key} {value}" for key, value in described.items() if key != "format")
-
-
-def named_files(manifest: Mapping[str, Any]) -> dict[str, int]:
-    """Return the files that a manifest names with their sizes; a manifest that is not ours names none."""
-    files = manifest.get("files")
-    return {
-        file["name"]: file["size_bytes"]
-        for file in (files if isinstance(files, list) else ())
-        if isinstance(file, dict) and isinstance(file.get("name"), str) and isinstance(file.get("size_bytes"), int)
-    }
 
 
 def _damaged(url: str, fact: str) -> Problem:
