@@ -15,7 +15,7 @@ from tasks.convert import load_libraries
 from tasks.errors import ReshardError
 from tasks.file_stream import Body, FileStream, Steps, stream_units
 from tasks.gather import SCRATCH_BYTES, Gatherer
-from tasks.memory import PeakMemory
+from tasks.memory import PeakMemory, give_memory_back
 from tasks.plan import rows_of_file
 from tasks.reader_pool import ReaderPool
 from tasks.source import Source
@@ -94,6 +94,7 @@ def open_task(source: Source, target: Target) -> Iterator[Task]:
     """Open what the files of a task are read with."""
     if target.options.dtype or target.options.moments_dtype:
         load_libraries()  # a library is no part of the budget, which is for what grows with the work
+    give_memory_back()
     began, memory, trail = time.monotonic(), PeakMemory(), Trail()
     with ReaderPool(source.files, trail) as readers:
         yield Task(source, target, readers, trail, began, memory)

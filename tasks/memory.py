@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import resource
 from pathlib import Path
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+# Larger pieces of memory are given back to the system when they are freed. Of the C library's own accord this limit
+# grows up to 32 MiB with what is freed, and buffers come to lie between small objects, which keep them: a worker then
+# takes more with every task (measured: 171 MB above an idle one after 33 runs, and growing).
+_GIVEN_BACK_BYTES = 64 << 10
+_M_MMAP_THRESHOLD = -3
+"of malloc.h"
+
+
+@functools.cache
+def give_memory_back() -> bool:
+    """Let this process give back the memory of buffers as soon as they are freed; return whether it is possible."""
+    setting = getattr(ctypes.CDLL(None), "mallopt", None)
+    return bool(setting and setting(_M_MMAP_THRESHOLD, _GIVEN_BACK_BYTES))
 
 
 class PeakMemory:
