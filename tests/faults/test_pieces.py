@@ -98,6 +98,16 @@ def test_rows_that_two_files_share_are_read_once_also_after_a_kill(large_source:
     assert undisturbed["bytes_read"] < 1.05 * needed
 
 
+def test_so_are_those_of_files_on_s3(large_source: Path, tmp_path: Path, s3_bucket: str) -> None:
+    together = {**IN_PIECES, "mp": 4, "piece_bytes": 512 << 20}
+    reshard_here(large_source, tmp_path / "alone", **{**together, "memory_bytes": 24 << 20})
+    result = reshard_here(large_source, f"{s3_bucket}/out", **together)
+    expected, found = published(tmp_path / "alone"), published(f"{s3_bucket}/out")
+    del expected["manifest.json"], found["manifest.json"]
+    assert found == expected
+    assert result["bytes_read"] < 1.05 * result["bytes_needed"]
+
+
 @pytest.mark.parametrize("damage", ["bit", "short", "gone", "record"])
 def test_a_piece_whose_bytes_are_not_those_of_its_record_is_written_again(
     damage: str, large_source: Path, whole: dict[str, bytes], tmp_path: Path
