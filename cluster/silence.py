@@ -18,16 +18,16 @@ _SILENCES_UNTIL_LOST = 3
 
 
 class Silence:
-    """Knows when something last finished, and which machines there were."""
+    """Knows when something last finished, and which machines have gone."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._machines: set[str] = set()
+        self._gone: set[str] = set()
         self._suspects: set[Any] = set()
         self._last_sign = self._last_look = time.monotonic()
 
     def begin(self) -> None:
-        self._machines = set(_alive())
+        self._gone = _machines()[1]
         self._suspects = set()
         self.sign()
 
@@ -49,18 +49,25 @@ class Silence:
     ) -> tuple[list[Any], tuple[str, ...]]:
         """Return what of that which is in flight went with a machine, and why nothing can run, if that is so."""
         self._last_look = time.monotonic()
-        machines = _alive()
-        if self._machines - machines.keys():
+        machines, gone = _machines()
+        if gone - self._gone:
             self._suspects.update(in_flight)
-        self._machines = set(machines)
+        self._gone |= gone
+        messages = check_capacity(resources, machines)
         lost = []
-        if self.seconds >= _SILENCES_UNTIL_LOST * self._seconds:
+        # While nothing can run, nothing is begun again: what is suspected stays so until there are machines.
+        if not messages and self.seconds >= _SILENCES_UNTIL_LOST * self._seconds:
             lost = [each for each in in_flight if each in self._suspects]
             self._suspects.clear()
-        return lost, check_capacity(resources, list(machines.values()))
+        return lost, messages
 
 
-def _alive() -> dict[str, Mapping[str, float]]:
+def _machines() -> tuple[list[Mapping[str, float]], set[str]]:
+    """Return the resources of live machines, and the ids of the dead ones: Ray keeps those on its list."""
     import ray
 
-    return {machine["NodeID"]: machine["Resources"] for machine in ray.nodes() if machine["Alive"]}
+    machines = ray.nodes()
+    return (
+        [machine["Resources"] for machine in machines if machine["Alive"]],
+        {machine["NodeID"] for machine in machines if not machine["Alive"]},
+    )

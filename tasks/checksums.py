@@ -34,7 +34,10 @@ class Trail:
         if before is not None:
             crc = isal_zlib.crc32_combine(before[3], crc, length)
             offset_bytes, length = before[1], before[2] + length
-        self._ends[file, offset_bytes + length] = (file, offset_bytes, length, crc)
+        # Files that are written side by side read some ranges again: what was joined already says more.
+        there = self._ends.get((file, offset_bytes + length))
+        if there is None or there[2] < length:
+            self._ends[file, offset_bytes + length] = (file, offset_bytes, length, crc)
         return own
 
     def ranges(self) -> tuple[Range, ...]:

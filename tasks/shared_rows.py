@@ -67,6 +67,7 @@ def _note(
 class _Kept:
     file: int
     base: int
+    stride: int
     first: int
     count: int
     at: int
@@ -86,7 +87,11 @@ class RowReader:
     def rows(self, file: int, whole: Whole, stride: int, first: int, count: int) -> tuple[npt.NDArray[np.uint8], int]:
         """Return bytes that begin with row `first` of a block, and how many rows they hold: at least one."""
         for kept in reversed(self._kept):
-            if (kept.file, kept.base) == (file, whole.base) and kept.first <= first < kept.first + kept.count:
+            if (kept.file, kept.base, kept.stride) == (
+                file,
+                whole.base,
+                stride,
+            ) and kept.first <= first < kept.first + kept.count:
                 skipped = (first - kept.first) * stride
                 view = self._ring[kept.at + skipped : kept.at + kept.length]
                 return view, min(count, kept.first + kept.count - first)
@@ -95,7 +100,7 @@ class RowReader:
         length = min(begin + (count - 1) * stride + whole.width, whole.end) - begin
         view = self._room(length)
         self._readers.read_into(file, begin, view.data)
-        self._kept.append(_Kept(file, whole.base, first, count, self._free - length, length))
+        self._kept.append(_Kept(file, whole.base, stride, first, count, self._free - length, length))
         return view, count
 
     def _room(self, length: int) -> Bytes:

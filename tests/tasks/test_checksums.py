@@ -68,3 +68,10 @@ def test_padding_that_was_not_read_is_taken_for_zeros_or_read() -> None:
 def test_overlapping_ranges_of_several_readers_still_tile_a_record() -> None:
     both = [*trail([40]).ranges(), *trail([70]).ranges(), (0, 1000, 70, zlib.crc32(DATA[:70]))]
     assert check_records([RECORD], both, never) == (1, [])
+
+
+def test_what_is_read_again_does_not_hide_what_was_joined() -> None:
+    trail = Trail()
+    for offset, data in ((0, b"ab"), (2, b"c"), (2, b"c")):
+        trail.add(0, offset, data)
+    assert (0, 0, 3, zlib.crc32(b"abc")) in trail.ranges()
