@@ -215,8 +215,11 @@ def write_nodes(
     parts that take columns of the same rows of the source are written side by side.
     """
     nodes = []
-    for ranks in plan.groups(request.target, request.memory_bytes) if share_rows else [[rank] for rank in plan.ranks()]:
-        count = plan.num_pieces(request.target, request.piece_bytes, len(ranks))
+    groups = plan.groups(request.target, request.memory_bytes) if share_rows else [[rank] for rank in plan.ranks()]
+    # Once for each size of groups: it lays out a part of the target, and there may be thousands of files.
+    counts = {size: plan.num_pieces(request.target, request.piece_bytes, size) for size in set(map(len, groups))}
+    for ranks in groups:
+        count = counts[len(ranks)]
         files = tuple(TargetFile(rank, paths(plan, folder, *rank, in_pieces=count > 0)) for rank in ranks)
         plans = tuple(f"regroup {mp}" for mp, _ in ranks)
 
