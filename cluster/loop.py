@@ -32,7 +32,7 @@ from cluster.failures import Interrupted, NodeFailed, OutOfMemory, RetryPolicy
 from cluster.losses import holds_error, is_lost_by_ray, is_out_of_memory, lost_needs
 from cluster.resources import TaskResources
 from cluster.silence import Silence
-from cluster.worker import Report, remote_function
+from cluster.worker import RemoteFunctions, Report
 
 # Ray returns from a wait as soon as this many are ready. Asking for more makes each wait longer, fewer costs calls.
 _MAX_SETTLED_AT_ONCE = 64
@@ -94,8 +94,7 @@ class Execution:
             raise ValueError(f"no resources given for: {', '.join(missing)}")
         if max_in_flight is not None and max_in_flight < 1:
             raise ValueError(f"max_in_flight={max_in_flight} would start nothing")
-        self._resources = {kind: resources[kind] for kind in functions}
-        self._remotes = {kind: remote_function(kind, function, resources[kind]) for kind, function in functions.items()}
+        self._remotes = RemoteFunctions(functions, resources)
         self._max_in_flight = max_in_flight
         self._max_in_flight_bytes = max_in_flight_bytes
         self._retry = retry or RetryPolicy()
@@ -127,10 +126,11 @@ class Execution:
         Nodes may need nodes of earlier runs. Raises ValueError before anything starts if the DAG makes no sense,
         NodeFailed when a node failed for good, Interrupted when stopped; by then nothing is in flight any more.
         """
-        check_dag(nodes, kinds=self._remotes, known=self._frontier.known)
+        check_dag(nodes, kinds=self._remotes.kinds, known=self._frontier.known)
         self._frontier.add(nodes)
         self._summaries = {}
-        self._silence.begin()
+        if self._silence.begin():
+            self._remotes.renew()
         try:
             while self._frontier.num_pending:
                 if self._stop.is_set():
@@ -189,7 +189,7 @@ class Execution:
         payloads = [self._payloads[need] for need in node.needs]
         smaller = node.smaller if self._starved[node.id] else None
         arguments = node.arguments if smaller is None else smaller
-        summary_ref, payload_ref = self._remotes[node.kind].remote(*arguments, *payloads)
+        summary_ref, payload_ref = self._remotes.submit(node.kind, [*arguments, *payloads])
         self._in_flight[summary_ref] = _Attempt(node, payload_ref, time.monotonic())
         self._in_flight_bytes += node.cost_bytes
         self._observe(Event(EventKind.SUBMITTED, node.id, node.kind, self._attempts[node.id]))
@@ -284,13 +284,14 @@ class Execution:
         """Begin again what went with a machine; say so when no live machine could run what is in flight."""
         if not self._silence.is_due() or not self._in_flight:
             return
-        kinds = {attempt.node.kind for attempt in self._in_flight.values()}
-        resources = {kind: self._resources[kind] for kind in sorted(kinds)}
-        lost, messages = self._silence.look(self._in_flight, resources)
-        if messages:
-            self._observe(Event(EventKind.WAITING, seconds=self._silence.seconds, message="\n".join(messages)))
-            return
-        for summary_ref in lost:
+        resources = self._remotes.resources(attempt.node.kind for attempt in self._in_flight.values())
+        seen = self._silence.look(self._in_flight, resources)
+        if seen.has_machine_gone:
+            self._remotes.renew()
+        if seen.shortages:
+            message = "\n".join(seen.shortages)
+            self._observe(Event(EventKind.WAITING, seconds=self._silence.seconds, message=message))
+        for summary_ref in seen.lost:
             self._abandon(summary_ref)
 
     def _abandon(self, summary_ref: Any) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from cluster.machines import ray_machines
+
 # Ray's `max_direct_call_object_size`: results up to this size travel with the reply and are kept by the driver.
 _INLINE_BYTES = 100 << 10
 
@@ -59,16 +61,10 @@ def lost_needs(payloads: Mapping[str, Any], workers: Mapping[str, str], error: A
     named = by_hex.get(error.object_ref_hex)
     if named is None:
         return []
-    alive = _alive_machines()
+    alive = ray_machines().live
     suspects = [need for need in by_hex.values() if need != named and workers[need] not in alive]
     # The places that Ray knows do not help: for a lost object it names the one where it put the error. A copy on a live
     # machine is therefore not looked for; at worst a payload is made once more than necessary.
     known = get_local_object_locations([payloads[need] for need in suspects]) if suspects else {}
     sizes = {need: known.get(payloads[need], {}).get("object_size") or 0 for need in suspects}
     return [named, *(need for need in suspects if sizes[need] > _INLINE_BYTES)]
-
-
-def _alive_machines() -> set[str]:
-    import ray
-
-    return {machine["NodeID"] for machine in ray.nodes() if machine["Alive"]}

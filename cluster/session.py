@@ -30,6 +30,7 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
+from cluster.machines import ray_machines
 from cluster.resources import TaskResources, count_slots
 
 # Payloads are small but for blocks of strided cuts, and those are bounded; Ray's default is 30 % of the memory, which
@@ -68,9 +69,7 @@ class Session:
 
     def nodes(self) -> tuple[Mapping[str, float], ...]:
         """Return the total resources of each live machine, under Ray's names (CPU, GPU, memory in bytes, custom)."""
-        import ray
-
-        return tuple(dict(machine["Resources"]) for machine in ray.nodes() if machine["Alive"])
+        return tuple(ray_machines().live.values())
 
     def num_workers(self, resources: TaskResources) -> int:
         """Estimate how many tasks run at once, were the cluster ours alone."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -10,9 +12,11 @@ import pytest
 
 from pipeline.status import in_words, status
 from tasks import storage
+from tasks.errors import ReshardError
+from tasks.unflatten_source_shard import unflatten_source_shard
 from tests.faults.children import Job
 from tests.faults.programs import told_by
-from tests.faults.targets import IN_PIECES, leftovers, published, records, result_of
+from tests.faults.targets import IN_PIECES, LARGE_SHAPE, leftovers, published, records, result_of
 from tests.faults.test_takeover import believe_dead, let_go, paused_at
 from tests.running import reshard_here
 from tests.servers import S3Server
@@ -81,7 +85,7 @@ def test_a_killed_run_writes_only_the_pieces_that_have_no_record(
 def test_rows_that_two_files_share_are_read_once_also_after_a_kill(large_source: Path, tmp_path: Path) -> None:
     """Files of parts that take columns of the same rows are written side by side, and have records of their own."""
     together = {**IN_PIECES, "mp": 4, "piece_bytes": 512 << 20}
-    reshard_here(large_source, tmp_path / "whole", **{**together, "memory_bytes": 24 << 20})
+    alone = reshard_here(large_source, tmp_path / "whole", **{**together, "memory_bytes": 24 << 20})
     expected = published(tmp_path / "whole")
     target = tmp_path / "out"
     job = Job(large_source, target, tmp_path, together)
@@ -96,6 +100,27 @@ def test_rows_that_two_files_share_are_read_once_also_after_a_kill(large_source:
     needed, spans = undisturbed["bytes_needed"], undisturbed["span_bytes"]
     assert spans > 1.2 * needed, "each file alone would read what the other one needs"
     assert undisturbed["bytes_read"] < 1.05 * needed
+    num_storages = 2 * 4 * (LARGE_SHAPE.layers + 1) + 2  # flat parameters in each file, and a version for each part
+    assert undisturbed["source_records_proven"] == num_storages
+    assert alone["source_records_proven"] < num_storages, "spans that overlap prove less"
+
+
+def test_a_flipped_bit_in_rows_that_files_share_is_found(large_source: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(large_source, source)
+    victim = source / "checkpoint_last-model_part-1-shard2.pt"
+    index = unflatten_source_shard(storage.stat(str(victim)), 1, 2)
+    tensor = max(index.tensors, key=lambda each: each.shape)
+    with victim.open("r+b") as file:
+        file.seek(tensor.offset_bytes + tensor.shape[0])  # its middle, at two bytes an element
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 4]))
+    with pytest.raises(ReshardError) as caught:
+        reshard_here(source, tmp_path / "out", **{**IN_PIECES, "mp": 4, "piece_bytes": 512 << 20})
+    assert caught.value.exit_code == 3
+    assert victim.name in str(caught.value)
+    assert not (tmp_path / "out" / "manifest.json").exists()
 
 
 def test_so_are_those_of_files_on_s3(large_source: Path, tmp_path: Path, s3_bucket: str) -> None:
