@@ -80,6 +80,11 @@ class Family:
         return tuple(re.compile(rule.pattern) for rule in self.rules)
 
     @cached_property
+    def _found(self) -> dict[tuple[bool, str], tuple[int, ...]]:
+        """What `find` has found, by whether it is in a layer and the name there: layers are alike."""
+        return {}
+
+    @cached_property
     def _first_layer_rule(self) -> int:
         return next((index for index, rule in enumerate(self.rules) if rule.per_layer), len(self.rules))
 
@@ -93,8 +98,17 @@ class Family:
     def find(self, name: str) -> tuple[int, ...]:
         """Return the indices of all rules that a clean name matches: exactly one, where all is well."""
         prefix, rest, _ = self.split_layer(name)
-        pairs = enumerate(zip(self.rules, self._patterns, strict=True))
-        return tuple(i for i, (rule, pattern) in pairs if rule.per_layer == bool(prefix) and pattern.fullmatch(rest))
+        found = self._found.get((bool(prefix), rest))
+        if found is None:
+            pairs = enumerate(zip(self.rules, self._patterns, strict=True))
+            found = tuple(
+                i for i, (rule, pattern) in pairs if rule.per_layer == bool(prefix) and pattern.fullmatch(rest)
+            )
+            self._found[bool(prefix), rest] = found
+        return found
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Family, (self.name, self.layer_pattern, self.rules)  # without what is cached
 
     def rule(self, name: str) -> Rule:
         """Return the one rule of a name that `check_names` has accepted."""

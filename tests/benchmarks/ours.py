@@ -47,6 +47,7 @@ class Job:
 
 
 JOBS = (
+    Job("mp2 x dp4 flat -> mp2 x dp3 flat", 2, 3, True),
     Job("mp2 x dp4 flat -> mp4 x dp2 flat", 4, 2, True),
     Job("mp2 x dp4 flat -> 1x1 unflat", 1, 1, False),
     Job("mp2 x dp4 flat -> mp8 unflat", 8, 1, False),
