@@ -38,8 +38,8 @@ from cluster.worker import RemoteFunctions, Report
 _MAX_SETTLED_AT_ONCE = 64
 
 # Where many are in flight, a first, short wait gathers a batch: 2,000 small nodes a second instead of 1,600. Where few
-# are, what waits for one of them would wait longer. Only if nothing is there do we wait for a single one, no longer than
-# it may take to notice a stop.
+# are, it would delay what waits for one of them. Only if nothing is there do we wait for a single one, no longer than a
+# stop may take to be noticed.
 _FEW = 16
 _GATHER_SECONDS = 0.01
 _WAIT_SECONDS = 0.25

@@ -70,6 +70,8 @@ def source_copies(source: Source) -> Copies:
 
 def choose_copy(copies: tuple[Copy, ...], mp: int, dp: int, part: int | None) -> Copy:
     """Pick the copy to read: of the part asked for, else of the nearest rank, so that replicas share the load."""
+    if len(copies) == 1:
+        return copies[0]
     if part is not None:
         copies = tuple(copy for copy in copies if copy.mp == part) or copies
     return min(copies, key=lambda copy: (abs(copy.mp - mp), abs(copy.dp - dp), copy.mp, copy.dp))

@@ -49,10 +49,20 @@ class SliceSummary:
 
 
 def regroup_mp_slice(
-    source: Source, target: Target, mp: int, replica_part: int | None = None, *, compare: bool = True
+    source: Source,
+    target: Target,
+    mp: int,
+    replica_part: int | None = None,
+    *,
+    copies: Copies | None = None,
+    compare: bool = True,
 ) -> tuple[SliceSummary, pa.Table]:
-    """Plan one part of the target; `compare=False` leaves out everything that reads tensor bytes (for a dry run)."""
-    copies = source_copies(source)
+    """Plan one part of the target.
+
+    `copies` are those of the source, where they are known. `compare=False` leaves out everything that reads tensor
+    bytes (for a dry run).
+    """
+    copies = source_copies(source) if copies is None else copies
     table, problems = plan_slice(source, target, mp, copies=copies, replica_part=replica_part)
     compared, trail = 0, Trail()
     if compare:

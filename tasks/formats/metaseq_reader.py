@@ -290,5 +290,9 @@ def storages(node: object) -> list[StorageRef]:
 
 
 def _without_leaves(items: Iterable[object]) -> list[object]:
-    """Leave out what most nodes are: a file's metadata holds ten thousand names and numbers."""
-    return [item for item in items if type(item) not in _LEAVES]
+    """Leave out what most nodes are: a file's metadata holds ten thousand names, numbers and shapes."""
+    return [item for item in items if type(item) not in _LEAVES and not _is_shape(item)]
+
+
+def _is_shape(item: object) -> bool:
+    return isinstance(item, tuple) and _LEAVES.issuperset(map(type, item))

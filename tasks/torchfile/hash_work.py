@@ -32,7 +32,7 @@ _HASH_MODULUS = 2**61 - 1
 
 # Opcode -> what it pushes: numbers, None and booleans; a global, containers (which are no keys).
 _PUSHED = dict.fromkeys(b"KMJNG\x88\x89)", _PLAIN) | dict.fromkeys(b"c]}\x8f", _SECRET)
-_BINPUT, _BINGET = ord("q"), ord("h")
+_BINPUT, _BINGET, _LONG_BINGET = ord("q"), ord("h"), ord("j")
 _LONG1, _LONG4 = 0x8A, 0x8B
 _PUSH_PLAIN, _PUSH_SECRET = b"N", b"c"
 
@@ -69,6 +69,8 @@ class HashWork:
                 memo[opcode[1]] = stack[-1]
             elif code == _BINGET:
                 stack.append(memo[opcode[1]])
+            elif code == _LONG_BINGET:
+                stack.append(memo[int.from_bytes(opcode[1:], "little")])
             else:
                 others[code](self, opcode)
                 stack = self._stack
@@ -166,9 +168,6 @@ class HashWork:
     def _put(self, opcode: bytes) -> None:
         self._memo[int.from_bytes(opcode[1:], "little")] = self._stack[-1]
 
-    def _get(self, opcode: bytes) -> None:
-        self._stack.append(self._memo[int.from_bytes(opcode[1:], "little")])
-
     def _long(self, opcode: bytes) -> None:
         self._stack.append(int.from_bytes(opcode[1:], "little"))
 
@@ -199,7 +198,6 @@ class HashWork:
         0x80: _nothing,
         0x95: _nothing,
         ord("r"): _put,
-        ord("j"): _get,
         0x94: _memoize,
         _LONG4: _long,
     }
